@@ -1,5 +1,6 @@
 """The public ops, one file per family. `jaxbp.catalogue` lists them all.
 
-A backward has the arguments and errors of its forward, and gradients have the dtypes of the arrays, unless its
-docstring says otherwise. The promoted dtype is the dtype to which `jax.numpy` promotes the arrays.
+Invalid arguments raise a TypeError or a ValueError. A backward has the arguments of its forward, and gradients have the
+dtypes of the arrays, unless its docstring says otherwise. The promoted dtype is the dtype to which `jax.numpy` promotes
+the arrays.
 """

@@ -13,7 +13,7 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Check the arguments. Return x and w with the channels before the spatial axes, and the dict from `options_of`.
+    """Return the checked x and w, with the channels before the spatial axes, and the dict from `options_of`.
 
     `layout` is from `layouts.dimension_numbers`, or None for NCHW and OIHW.
     """
@@ -45,8 +45,7 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require channels that fit `groups`. If x, passed in the shape `given`, fits with the channels last, the error
-    suggests this."""
+    """Require channels that fit `groups`. If `given`, the shape of x, fits with the channels last, suggest this."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

@@ -1,4 +1,4 @@
-"""Filters and paddings of the convolutions that compute the gradients of a convolution.
+"""Filters and paddings for the gradients of a convolution.
 
 dx is the convolution of dy, spaced out by the stride, with the rotated filters. dw is the correlation of x with dy.
 """

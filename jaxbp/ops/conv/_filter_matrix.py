@@ -15,8 +15,8 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""The input's positions per filter position (tap) determine the matrix's share of zeros. Up to 2.6 million elements and
-31 positions per tap, the product was faster than cuDNN."""
+"""A tap is a position of the filter. Up to 2.6 million elements and 31 input positions per tap, the product was faster
+than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -65,8 +65,7 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""In float32, `banded_input_gradient`, with four launches, is faster than the exact kernel only from this number of
-multiplications on."""
+"""In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
 """Maps bytes per element to the maximum of the band's multiplications per multiplication in the exact kernel. Only
 float32 is measured."""
@@ -97,8 +96,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of Q windows, one product of the
-    `_band` and dy, placed at the maxima, gives a part of dx.
+    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of windows, the `_band` multiplies dy,
+    placed at the maxima.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size

@@ -1,4 +1,4 @@
-"""Average-pooling: the backward divides the gradient of each window equally among the positions of the window."""
+"""Average-pooling."""
 
 from typing import Unpack
 
@@ -25,10 +25,8 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Count the positions of each window that are in the input or in the padding `counted`, `(1, 1, P, Q)`.
-
-    If all counts are equal, return one int.
-    """
+    """Count each window's positions in the input or in the padding `counted`: `(1, 1, P, Q)`, or one int if all are
+    equal."""
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)
@@ -109,7 +107,7 @@ def avg_pool2d(
 
     Args:
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
-      Other arguments, dtype, shape, and errors: as in `max_pool2d`, but the padding is 0 instead of -inf.
+      Other arguments, dtype, and shape: as in `max_pool2d`, but the padding is 0 instead of -inf.
 
     With dilation and `count_include_pad=False`, y is NaN for a window in which no position counts.
 
@@ -161,7 +159,7 @@ def global_avg_pool2d(
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
-    `channel_axis` and the errors are as in `max_pool2d`.
+    `channel_axis` is as in `max_pool2d`.
 
     Source: M. Lin et al., "Network in network", ICLR 2014.
     """

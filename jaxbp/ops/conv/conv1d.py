@@ -46,7 +46,7 @@ def conv1d(
         "NCW").
       implementation: "pallas" supports no dilation. It supports groups only if the convolution is depthwise with stride
         1 and a filter_width up to 8.
-      Other arguments and errors: as in `conv2d`.
+      Other arguments: as in `conv2d`.
 
     Returns:
       y, in the promoted dtype of the arguments. Its width is

@@ -149,9 +149,6 @@ def conv2d(
       y, in the promoted dtype of the arguments. Its height is
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
     x, w, b = checks.floating("conv2d", x=x, w=w, b=b)

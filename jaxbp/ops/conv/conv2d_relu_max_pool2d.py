@@ -54,8 +54,7 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, *, windows):
-    """Return the maximum of ReLU(z) in each window, and its position, which is outside of the window if ReLU is 0
-    everywhere."""
+    """Return the maximum of ReLU(z) in each window, and its position, or `windows.positions` if the maximum is 0."""
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -181,7 +180,7 @@ def conv2d_relu_max_pool2d(
       window: height and width of the pool's windows, which do not overlap.
       implementation: "pallas" supports stride 1, filters of up to 64 positions, and windows of up to 16 positions. It
         may call cuBLAS for dx.
-      Other arguments, dtype, and errors: as in `conv2d`.
+      Other arguments and dtype: as in `conv2d`.
     """
     op = "conv2d_relu_max_pool2d"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)[0]
@@ -203,7 +202,7 @@ def conv2d_relu_max_pool2d_with_indices(
     """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the position of the maximum in each window,
     `u * window_width + v` for row u and column v. If ReLU is 0 in the whole window, the index is
     `window_height * window_width`. Indices are uint8 for windows of up to 255 positions, else int32, and have no
-    gradient. Arguments and errors are as in `conv2d_relu_max_pool2d`."""
+    gradient."""
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
 

@@ -102,7 +102,7 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    """Return dx for windows that tile the input. On a GPU, this is as fast as a copy."""
+    """Return dx for windows that tile the input."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
@@ -180,9 +180,6 @@ def max_pool2d(
       first NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if
       the window has a NaN.
 
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """
     return pool("max_pool2d", x, window, implementation, **options)[0]
@@ -199,7 +196,7 @@ def max_pool2d_with_indices(
     """Return (y, indices): the result of `max_pool2d`, and the position of each window's first maximum (or NaN).
 
     A position is `u * window_width + v` for row u and column v of the window: uint8 for windows of up to 256 positions,
-    else int32. It has no gradient. Arguments and errors are as in `max_pool2d`.
+    else int32. It has no gradient.
     """
     return pool("max_pool2d_with_indices", x, window, implementation, **options)
 

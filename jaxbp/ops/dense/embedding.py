@@ -1,7 +1,6 @@
 """Embedding: each index selects a row of a table.
 
-The backward sorts the indices, and adds the gradients of equal indices in a fixed order, without atomics. Equal calls
-therefore give equal bits. A token is one element of the indices.
+A token is one element of the indices.
 """
 
 import math
@@ -139,11 +138,7 @@ def embedding(
     """Embedding, `y = table[indices]`, in the table's dtype.
 
     As in `jax.numpy.take`, a negative index counts from the end, and an index outside
-    `[-num_embeddings, num_embeddings)` gives a row of NaN and no gradient. The kernel supports float32, bfloat16, and
-    float16.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
+    `[-num_embeddings, num_embeddings)` gives a row of NaN and no gradient.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """

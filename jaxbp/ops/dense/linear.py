@@ -68,9 +68,6 @@ def linear(
       precision: as in `jax.lax.dot`.
       implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`), which
         kernels compute.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)

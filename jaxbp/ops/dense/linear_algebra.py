@@ -1,7 +1,7 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
 Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except in
-exact float32 (`precision="highest"`). Invalid arguments raise a TypeError or a ValueError.
+exact float32 (`precision="highest"`).
 """
 
 import math
@@ -171,10 +171,8 @@ def dot_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
-    """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
-
-    da is a sum over all axes of b except `inner`, and db over all axes of a except `inner`.
-    """
+    """Gradients of `dot`: `da = Σ dy b`, with the sum over all axes of b except `inner`, and `db = Σ a dy`, with the sum
+    over all axes of a except `inner`."""
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 

@@ -1,7 +1,7 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-A scan computes the logits of one chunk of rows at a time. Unless `reduction` is None, the forward under differentiation
-also computes the gradients, and the backward only multiplies them by the cotangent.
+A scan computes the logits of one chunk of rows at a time. Unless `reduction` is None, a differentiated forward also
+computes the gradients, and the backward multiplies them by the cotangent.
 """
 
 import functools
@@ -27,8 +27,7 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""Larger logits are split into chunks of at most half this size, because the sums of dw over chunks need memory,
-too."""
+"""Larger logits are split into chunks of at most half this size, because the sums of dw also need memory."""
 ROWS_MULTIPLE = 128
 """Larger chunks have a multiple of this number of rows, the rows per tensor-core tile."""
 COLUMNS_MULTIPLE = 256
@@ -278,11 +277,7 @@ def linear_softmax_cross_entropy(
 
     Returns:
       The loss, in the promoted dtype of x, w, and b, computed in float32 or wider. It is NaN if a kept row has an
-      invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, it is rounded again if
-      the loss's cotangent is not 1, and for "mean" in float16.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
+      invalid label. dw is summed in float32 or wider.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

@@ -265,9 +265,6 @@ def mlp_softmax_cross_entropy(
     Returns:
       The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, with
       gradients NaN, or 0 if dy is 0.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid, or a layer has no bias.
     """
     return _call("mlp_softmax_cross_entropy", x, labels, layers, precision, implementation)[0]
 
@@ -280,10 +277,7 @@ def mlp_softmax_cross_entropy_with_classes(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
     """Return the losses of `mlp_softmax_cross_entropy`, and for each example the first class with the largest logit,
-    int32.
-
-    Arguments and errors are as in `mlp_softmax_cross_entropy`.
-    """
+    int32."""
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
 

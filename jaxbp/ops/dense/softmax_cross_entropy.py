@@ -215,7 +215,7 @@ def softmax_cross_entropy(
 
     Args:
       labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
-        Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf has loss and gradient 0.
+        Weights are differentiable and need not sum to 1.
       axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
         `axis`.
       where: one boolean per example, or per class and example, False to exclude it. An excluded example has loss and
@@ -227,9 +227,6 @@ def softmax_cross_entropy(
     Returns:
       The losses, in the promoted dtype of logits and weights, computed in float32 or wider. If an integer label is not
       an included class, the loss is NaN, with gradient NaN, or 0 if dy is 0.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture", CVPR 2016 (label smoothing); A. Chowdhery et al., "PaLM", JMLR 2023

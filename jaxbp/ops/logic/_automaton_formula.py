@@ -1,7 +1,7 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-A state is `(channels, batch, height, width)`, so that a gate reads rows with one value per cell. The coefficients are
-two lists with one array per layer: `(4, gates, kernels)` for perception, and `(4, gates)` for update.
+A state is `(channels, batch, height, width)`. The coefficients are two lists with one array per layer:
+`(4, gates, kernels)` for perception, and `(4, gates)` for update.
 """
 
 import math

@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements (`padded_lanes`). Its gradient is a pair (dseen,
-dkept). dseen has, for each cell, the terms that it adds to the gradients of the nine cells that it sees. dkept has all
-other terms.
+A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). For each
+cell, dseen has nine terms per channel, which the cell adds to the gradients of the nine cells that it sees. dkept has
+the other terms.
 """
 
 import dataclasses
@@ -24,15 +24,14 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""XLA launches the kernels of this number of ticks as one CUDA graph, which is faster than separate launches."""
+"""XLA launches the kernels of this number of ticks as one CUDA graph, which is faster."""
 _GATES, _LANES = 0, 1
 """Rows of `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """Rows of shared memory that gates read in each kernel, with one integer per lane, which packs its gate's two
-    rows."""
+    """For each kernel, one integer per lane. It packs the two rows of shared memory that the lane's gate reads."""
 
     forward: Array
     backward: Array
@@ -168,8 +167,7 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    # The first channel's lanes get the gradients of perception's coefficients, which the formula sums over the
-    # channels.
+    # The formula sums the gradients of perception's coefficients over channels. The first channel's lanes get the sums.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -209,8 +207,7 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder each update layer's rows, from row `firsts` on. With `which=_GATES`, row i moves to the lane of gate i.
-    With `which=_LANES`, it moves back."""
+    """In each update layer, move the row of each gate to its lane (`which=_GATES`), or back (`which=_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):

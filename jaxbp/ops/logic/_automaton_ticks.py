@@ -115,7 +115,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the state's batch axis, or no axis if random values are drawn for all grids."""
+    """Let a mesh divide the batch of grids, unless one draw gives the random values of all grids."""
     return Axes({2: 0} if draws is None else {})
 
 

@@ -1,7 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-The middle axes `...` are several circuits with the same wires. Where the rows have size 1, the circuits read the same
-rows.
+The middle axes `...` index circuits with the same wires. If such an axis of the rows has size 1, all its circuits read
+the same rows.
 """
 
 import functools
@@ -26,10 +26,7 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows), the gradients of coefficients and rows, by the formulas of `gate_layer_backward`.
-
-    The gradient of a row is a sum over the gates that read it (its consumers).
-    """
+    """Return (dc, drows), as in `gate_layer_backward`. drows sums over the gates that read a row (its consumers)."""
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]

@@ -19,7 +19,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 def forward(coefficients, wires, x, *, stride, pool):
     """Return the maximum of each tree in each window of the pool, and its row-major position in the window.
 
-    Both are `(kernels, height, width, N)`. Positions are None for windows of size 1. x is padded. The coefficients are
+    Both are `(kernels, height, width, N)`; positions are None for windows of size 1. Coefficients are
     `(kernels, gates, 4)`.
     """
     geometry = _Geometry(wires, x, stride, pool)
@@ -106,7 +106,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx. In each window of the pool, its tree is at the position in `places`."""
+        """Add the gradient of a leaf to dx. `places` has the position of the leaf's tree in each window of the pool."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -1,4 +1,4 @@
-"""Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time."""
+"""Logic cellular automata."""
 
 import functools
 from typing import Any
@@ -119,8 +119,7 @@ def automaton_step(
     derivative 1.
 
     Args:
-      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
-        `(gates, parameters)` for update, possibly in a wider dtype than the state.
+      logits: a pair of lists (perception, update) with one array per layer, possibly in a wider dtype than the state.
       state: values in [0, 1].
       key: required if `fire_rate` is below 1.
       fire_rate: the probability that a cell updates. Otherwise, it keeps its state.
@@ -128,9 +127,6 @@ def automaton_step(
 
     Returns:
       The next state, in the state's dtype, computed in float32 or wider.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -190,10 +186,10 @@ def automaton_rollout(
     Args:
       steps: static.
       rounding_rate: the probability of rounding a value to 0 or 1 before a tick, with derivative 1 (straight-through).
-        The rate has gradient 0. A traced rate is not checked.
+        The rate has gradient 0.
       memory: what the forward keeps: "all" for the inputs of every gate in every tick, or a policy of
         `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
-      Other arguments, dtype, errors, and source: as in `automaton_step`.
+      Other arguments, dtype, and source: as in `automaton_step`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)
@@ -222,8 +218,7 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is as in `automaton_rollout`, with the forward's random values. Results are as in
-    `automaton_step_backward`.
+    Here s_t is as in `automaton_rollout`, with the forward's random values.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)

@@ -86,8 +86,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 def _copies_of_inputs(wires, rows):
     """Gather each gate's inputs a and b from copies of the rows. Each copy is read at most once."""
-    # The gradient of a row is then a sum over its copies in a fixed order, not a scatter, whose order varies on a GPU.
-    # If few rows have most consumers, copies need too much memory.
+    # The gradient of a row then sums its copies in a fixed order. A scatter's order varies on a GPU. If few rows have
+    # most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
@@ -114,8 +114,7 @@ def _features_last(x, shape):
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector has only one memory layout, so the barrier fixes it. A program with a layout constraint could not be
-    # exported.
+    # A vector has one memory layout, so the barrier fixes it. A program with a layout constraint is not exportable.
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -268,9 +267,6 @@ def gate_layer(
 
     Returns:
       y, in x's dtype, or with `groups` in float32 or wider. Sums are in float32 or wider.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",

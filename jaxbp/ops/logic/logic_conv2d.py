@@ -199,7 +199,7 @@ def logic_conv2d(
     Args:
       stride, padding: as in `conv2d`.
       implementation: "pallas" supports depths up to 4.
-      Other arguments and errors: as in `gate_layer`.
+      Other arguments: as in `gate_layer`.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
@@ -254,7 +254,7 @@ def logic_conv2d_or_pool2d(
     Args:
       pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored.
         `implementation="pallas"` supports up to 9 positions.
-      Other arguments, dtype, errors, and source: as in `logic_conv2d`.
+      Other arguments, dtype, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
@@ -271,11 +271,8 @@ def logic_conv2d_or_pool2d_with_indices(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
-    """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the positions that its backward needs.
-
-    Each index is the position of the first maximum in its window, as in `max_pool2d_with_indices`. Arguments and errors
-    are as in `logic_conv2d_or_pool2d`.
-    """
+    """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the position of each window's first maximum, as
+    in `max_pool2d_with_indices`."""
     op = "logic_conv2d_or_pool2d_with_indices"
     y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
     return y, jnp.zeros(y.shape, jnp.uint8) if indices is None else indices

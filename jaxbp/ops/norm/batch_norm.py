@@ -128,7 +128,6 @@ def batch_norm(
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
-      momentum: in [0, 1].
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
         channel's mean is far from zero.
@@ -138,9 +137,6 @@ def batch_norm(
       in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared deviations. With
       `running`, mean and var are the new running averages, `momentum * running + (1 - momentum) * batch`, without
       gradient.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

@@ -102,9 +102,6 @@ def group_norm(
     Returns:
       y, in the promoted dtype of the arguments, computed in float32 or wider.
 
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """
     arrays, options = _check("group_norm", num_groups, epsilon, channel_axis, x, scale, bias)

@@ -33,8 +33,7 @@ def rows(a):
 
 
 def _first(x):
-    # Subtracting the row's first element makes the mean more accurate. In exact arithmetic, this changes no result, so
-    # it needs no gradient.
+    # In exact arithmetic, subtracting this element changes no result, so it needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
@@ -197,14 +196,10 @@ def layer_norm(
 
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
-      eps: at least 0.
       axis: the last axis, or several last axes, which form one row.
 
     Returns:
       y, in the promoted dtype of the arguments, computed in float32 or wider.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: J. Ba et al., "Layer normalization", 2016.
     """
@@ -249,7 +244,7 @@ def rms_norm(
 ) -> Rows:
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row.
 
-    If squares of a row's elements overflow, the row's y is NaN. Arguments, dtypes, and errors are as in `layer_norm`.
+    If squares of a row's elements overflow, the row's y is NaN. Arguments and dtypes are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """

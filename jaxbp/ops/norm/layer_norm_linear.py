@@ -1,8 +1,4 @@
-"""LayerNorm and a dense layer in one op.
-
-For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x.
-docs/layer_norm.md derives the formulas.
-"""
+"""LayerNorm and a dense layer in one op. x̂ has the normalized rows before scale and bias."""
 
 import functools
 import math
@@ -236,7 +232,7 @@ def layer_norm_linear(
     `implementation="pallas"` saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
 
     Args:
-      x, scale, bias, eps, and errors: as in `layer_norm`.
+      x, scale, bias, eps: as in `layer_norm`.
       w, b, precision: as in `linear`.
       implementation: "pallas" calls cuBLAS for products, except where its kernels are faster.
     """

@@ -1,4 +1,4 @@
-"""Pairs of element-wise ops, with the kernels `elementwise` and `sum_over`. Half precisions are computed in float32."""
+"""Pairs of element-wise ops. Half precisions are computed in float32."""
 
 import functools
 import math

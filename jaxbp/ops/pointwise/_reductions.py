@@ -48,10 +48,8 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return a backward as a dict, with `formula(dy, a, *statistics(a, axis), **options)` in jnp and as a kernel. Where
-    `where` is False, a is `excluded`."""
-    # The forward's result is rounded, so the backward recomputes the statistics from a. In one program, XLA computes
-    # them once.
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, in jnp and as a kernel."""
+    # The statistics are recomputed from a, because the forward's result is rounded.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
         wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))

@@ -1,7 +1,6 @@
 """Activation functions.
 
 Every function takes floating x of any shape, and returns x's shape and dtype. Half precisions are computed in float32.
-Kernels support float32, bfloat16, and float16. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -130,8 +129,7 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return the `Pair` of `softmax` or `log_softmax`, with `dx = c - p Σ c`, where p is the softmax and
-    `c = term(dy, p)`. Excluded elements have the result `excluded`."""
+    """Return the `Pair` of `softmax` or `log_softmax`, with `dx = c - p Σ c`, softmax p, and `c = term(dy, p)`."""
 
     def forward(x, where, *, axis):
         y = function(upcast(exclude(where, x, axis)), axis=axis)
@@ -247,7 +245,7 @@ def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: Number = 1.0, *, implementa
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
     """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the standard normal distribution function.
 
-    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. At x = -inf, y is 0.
+    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
@@ -266,7 +264,7 @@ def gelu_backward(
 
 
 def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Sigmoid linear unit, `y = x σ(x)`, also called swish. At x = -inf, y is 0.
+    """Sigmoid linear unit, `y = x σ(x)`, also called swish.
 
     Source: S. Elfwing et al., "Sigmoid-weighted linear units", arXiv:1702.03118.
     """
@@ -279,7 +277,7 @@ def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Mish, `y = x tanh(softplus(x))`. At x = -inf, y is 0.
+    """Mish, `y = x tanh(softplus(x))`.
 
     Source: D. Misra, "Mish", BMVC 2020.
     """
@@ -310,8 +308,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    No exponential overflows. The boolean array `where` broadcasts to x. Elements where it is False are left out of the
-    sum, and have y and gradient 0, even if they are NaN.
+    The boolean array `where` broadcasts to x. An element where it is False is left out of the sum, and has y and
+    gradient 0, even if the element is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -325,8 +323,7 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y recomputed from x, because the forward's y is
-    rounded."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, where y is the softmax of x."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
@@ -352,7 +349,7 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ` over the included elements, with y recomputed from x."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with the sum over the included elements."""
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 

@@ -1,8 +1,7 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function except `negative` takes floating arrays or numbers x1 and x2, and promotes them as `jax.numpy` does. A
-backward returns (dx1, dx2), in the shapes and dtypes of x1 and x2, summed over broadcast axes. Invalid arguments raise
-a TypeError or a ValueError.
+x1 and x2 are floating arrays or numbers, promoted as in `jax.numpy`. A backward returns (dx1, dx2), each summed over
+the axes along which its argument is broadcast.
 """
 
 import math
@@ -38,8 +37,7 @@ def _power(x1, x2):
 
 
 def _power_in_kernels(base, exponent):
-    # In exp(exponent * log(base)), the exponent multiplies the logarithm's rounding error, so the logarithm is a sum of
-    # two float32 numbers.
+    # In exp(exponent * log(base)), the exponent multiplies the logarithm's rounding error, so two numbers represent it.
     log, rest = _log_in_two(jnp.abs(base))
     product, rest_of_product = _product_in_two(exponent, log)
     in_range = jnp.abs(product) < 128
@@ -75,7 +73,7 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a b` as a sum of two numbers. The first is the exact product of the upper halves of their digits."""
+    """Return two numbers with the sum `a * b`. The first is the exact product of both upper halves."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
@@ -92,8 +90,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # At the points `constant`, d1 is 0, and the base is 1, because 0 times the slope at the true base would be NaN.
-        # Elsewhere, second derivatives need the slope of the factor x2.
+        # Where `constant`, d1 is 0, and base 1 avoids 0 times an infinite slope. Elsewhere, second derivatives need the
+        # slope of the factor x2.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -197,8 +195,8 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    If x1 and x2 are 0, dx1 is dy times 0. If x1 is 0, dx2 is dy times 0 for x2 > 0, else dy times -inf, the limit from
-    above. For negative x1, dx2 is NaN.
+    If x1 and x2 are 0, dx1 is dy times 0. If x1 is 0, dx2 is dy times 0 for x2 > 0, else dy times -inf. For negative
+    x1, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 

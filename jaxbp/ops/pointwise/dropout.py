@@ -1,4 +1,4 @@
-"""Dropout. The forward saves the key instead of the mask, because the backward draws the mask again."""
+"""Dropout. The forward saves the key, and the backward draws the mask again."""
 
 from collections.abc import Sequence
 
@@ -75,9 +75,6 @@ def dropout(
         0.
       broadcast_dims: axes along which all elements are dropped or kept together.
 
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-
     Source: N. Srivastava et al., "Dropout", JMLR 2014.
     """
     arrays, options = _check("dropout", "x", x, key, rate, broadcast_dims)
@@ -92,8 +89,7 @@ def dropout_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is
-    `dropout(dy, key, rate, broadcast_dims)`."""
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
     # The forward is linear in x, so `vjp` gets dy in place of x.
     gradients = _DROPOUT.vjp(arrays[0], *arrays, **options, implementation=implementation)

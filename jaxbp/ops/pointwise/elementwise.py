@@ -1,7 +1,6 @@
 """Element-wise functions of one array.
 
-Every function takes floating x of any shape, and returns x's shape and dtype. Invalid arguments raise a TypeError or a
-ValueError.
+Every function takes floating x of any shape, and returns x's shape and dtype.
 """
 
 import math
@@ -98,8 +97,10 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`. The arguments `min` and `max` are lower and upper; None for no
-    bound. NaN stays NaN. A lower bound above upper raises a ValueError."""
+    """Clip to bounds, `y = min(max(arr, lower), upper)`, where the argument `min` is lower, and `max` is upper.
+
+    None means no bound. If lower is above upper, a ValueError is raised.
+    """
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
 

@@ -1,5 +1,4 @@
-"""Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and
-GEGLU."""
+"""Gated linear unit, the hidden layer of SwiGLU and GEGLU."""
 
 import functools
 import math
@@ -36,8 +35,8 @@ _ACTIVATIONS = {
 }
 """Maps each activation f to the functions `f(x)` and `dy f'(x)`."""
 
-# Mosaic GPU, which compiles the kernels, has no `erfc`, which `jax.nn.gelu` calls. In JAX 0.10, it does not support the
-# `custom_jvp` of `jax.nn.relu`.
+# Mosaic GPU, the kernels' compiler, lacks the `erfc` of `jax.nn.gelu`, and in JAX 0.10 the `custom_jvp` of
+# `jax.nn.relu`.
 _IN_KERNELS = _ACTIVATIONS | {
     "gelu_exact": (
         _saturating(lambda x: 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))),
@@ -77,9 +76,6 @@ def gated_linear_unit(
     Args:
       activation: "silu" for SwiGLU, "gelu" (the tanh approximation) or "gelu_exact" for GEGLU, "relu" for ReGLU, or
         "sigmoid" for GLU.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """

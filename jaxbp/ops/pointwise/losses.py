@@ -1,7 +1,4 @@
-"""Losses that compare floating predictions with targets of the same shape.
-
-Other arguments raise a TypeError or a ValueError.
-"""
+"""Losses that compare floating predictions with targets of the same shape."""
 
 import functools
 import math
@@ -45,7 +42,7 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, but 0 where x = y = 0, with derivatives -inf (x) and 0 (y)."""
+    """Return `x ln y`, but where x = y = 0: 0, with derivatives -inf (x) and 0 (y)."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
@@ -247,8 +244,8 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    The probabilities p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. Where p = y = 0 or
-    p = y = 1, the loss is 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
+    The probabilities p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. For logits,
+    `sigmoid_binary_cross_entropy` is more accurate.
     """
     return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
 
@@ -272,8 +269,6 @@ def sigmoid_binary_cross_entropy(
     implementation: Implementation = None,
 ) -> Floats:
     """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
-
-    An infinite logit with the correct sign (inf for y = 1, -inf for y = 0) has the loss 0.
 
     Args:
       labels: y, in [0, 1], possibly integers or booleans.

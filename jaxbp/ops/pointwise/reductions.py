@@ -1,9 +1,8 @@
 """Reductions over any axes.
 
-Every function takes floating `a` of any shape, and returns a's dtype. Half precisions are summed in float32. `axis` is
-one int, several ints, or None for all axes. The boolean array `where` broadcasts to a. Elements where it is False are
-excluded, and have the gradient 0, even if they are NaN. n counts the included elements. Invalid arguments raise a
-TypeError or a ValueError.
+Results have the dtype of a. Half precisions are summed in float32. `axis` is one int, several ints, or None for all
+axes. The boolean array `where` broadcasts to a. An element where it is False is excluded, and has the gradient 0, even
+if the element is NaN. n counts the included elements.
 """
 
 from collections.abc import Sequence
@@ -183,7 +182,7 @@ def min(
 ) -> Reduced:
     """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN.
 
-    y is at most `initial`. If `where` excludes all elements, y is `initial`, or inf if `initial` is None.
+    y is at most `initial`. The rest is as in `max`, with inf instead of -inf.
     """
     return _reduce(MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
 
@@ -198,10 +197,7 @@ def min_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0.
-
-    If y is NaN, the first NaN gets dy. If `initial` is smaller than all elements, da is 0.
-    """
+    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0, as in `max_backward`."""
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
@@ -230,7 +226,7 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, with y recomputed from a, because the forward's y is rounded."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 

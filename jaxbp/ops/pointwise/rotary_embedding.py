@@ -1,4 +1,4 @@
-"""Rotary embedding: pairs of features are rotated by angles that grow with the position of a token."""
+"""Rotary embedding."""
 
 from collections.abc import Sequence
 
@@ -101,16 +101,12 @@ def rotary_embedding(
       x: queries or keys, with an even number of features per head.
       positions: integers that broadcast to the leading axes of x, with as many axes. For x of shape
         `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
-      base: at least 1.
       frequencies: one number per pair, in radians per position. If given, `base` is not used.
       interleaved: if False, pair i is features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i is
         features 2 i and 2 i + 1, as in the original paper and in GPT-J.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. In float32, positions above 2^24 are rounded.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
 
     Source: J. Su et al., "RoFormer", arXiv:2104.09864.
     """

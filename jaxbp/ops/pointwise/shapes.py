@@ -10,11 +10,7 @@ from jaxbp.common.checks import AnyArray
 
 
 def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]:
-    """Reshape `(batch, ...) -> (batch, features)`, in row-major order. JAX's autodiff computes the backward.
-
-    Raises:
-      TypeError, ValueError: x is not an array, or has no axis.
-    """
+    """Reshape `(batch, ...) -> (batch, features)`, in row-major order. JAX's autodiff computes the backward."""
     x = checks.array("flatten", "x", x)
     if x.ndim == 0:
         raise ValueError("flatten: x has shape (); wants (batch, ...)")
