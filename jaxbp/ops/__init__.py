@@ -1,6 +1,10 @@
 """The public ops, one file per family. `jaxbp.catalogue` lists them all.
 
-Invalid arguments raise a TypeError or a ValueError. A backward has the arguments of its forward, and gradients have the
-dtypes of the arrays, unless its docstring says otherwise. The promoted dtype is the dtype to which `jax.numpy` promotes
-the arrays.
+Unless a docstring says otherwise:
+
+- An invalid argument raises a TypeError or a ValueError.
+- Half precisions are computed in float32 (docs/mixed_precision.md).
+- A backward has the arguments of its forward, and gradients have the dtypes of the arrays.
+
+The promoted dtype is the dtype to which `jax.numpy` promotes the arrays.
 """

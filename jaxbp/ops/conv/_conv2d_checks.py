@@ -1,5 +1,3 @@
-"""Checks of the arguments of convolutions over one or two spatial axes."""
-
 from typing import Any
 
 from jax import Array
@@ -13,10 +11,7 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Return the checked x and w, with the channels before the spatial axes, and the dict from `options_of`.
-
-    `layout` is from `layouts.dimension_numbers`, or None for NCHW and OIHW.
-    """
+    """Return x and w with channels before the spatial axes, and the dict from `options_of`. `layout` None is NCHW."""
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     _, _, options = check_shapes(op, x, w, b, layout, **options)
     return layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec), options

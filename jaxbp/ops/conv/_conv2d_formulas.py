@@ -1,4 +1,4 @@
-"""Formulas of convolutions and their gradients, for checked NCHW images and OIHW filters."""
+"""Formulas of convolutions and their gradients, for NCHW images and OIHW filters."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Depthwise convolution of sequences: one filter per channel, stride 1, and no dilation.
+"""Depthwise convolution of sequences, with stride 1 and no dilation.
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
 

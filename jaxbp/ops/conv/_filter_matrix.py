@@ -72,8 +72,8 @@ float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the exact kernel, which computes dx in full float32
-    (docs/lab/2026-11-25-lenet.md). `width` is the width of x."""
+    """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md). `width` is
+    the width of x."""
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False

@@ -109,8 +109,6 @@ def avg_pool2d(
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
       Other arguments, dtype, and shape: as in `max_pool2d`, but the padding is 0 instead of -inf.
 
-    With dilation and `count_include_pad=False`, y is NaN for a window in which no position counts.
-
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
     op = "avg_pool2d"

@@ -35,9 +35,8 @@ def conv1d(
     """Convolution over one axis, without flipping the filter:
     `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p] w[k, c, u]`, with s, d, and p as in `conv2d`.
 
-    If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride 1 and
-    dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs the channels on the last
-    axis.
+    If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride and dilation
+    1, a depthwise convolution ignores `precision`. Its kernel needs the channels on the last axis.
 
     Args:
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",

@@ -141,7 +141,7 @@ def conv2d(
       dimension_numbers: the layouts of x, w, and y, for example ("NHWC", "HWIO", "NHWC"). None means ("NCHW", "OIHW",
         "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
-        then spread over the whole result for this image.
+        then spread over the image's whole result.
       implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
       padding, dimension_numbers, precision: also as in `jax.lax.conv_general_dilated`.
 
@@ -207,8 +207,7 @@ def conv2d_backward_weights(
     """Gradient of `conv2d` with respect to w:
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
-    dw has the promoted dtype of dy and x. Half precisions are summed in float32. `filter_size` is the height and width
-    of w. s, d, and p are as in `conv2d`.
+    dw has the promoted dtype of dy and x. `filter_size` is the height and width of w. s, d, and p are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -233,7 +232,7 @@ def conv2d_backward_bias(
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`, in dy's dtype.
 
-    Half precisions are summed in float32. dy has the layout of y in `dimension_numbers`.
+    dy has the layout of y in `dimension_numbers`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

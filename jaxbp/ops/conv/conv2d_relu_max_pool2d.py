@@ -228,8 +228,7 @@ def conv2d_relu_max_pool2d_backward(
     Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    db has the dtype of w. Half precisions are summed in float32. `indices` come from
-    `conv2d_relu_max_pool2d_with_indices`.
+    db has the dtype of w. `indices` come from `conv2d_relu_max_pool2d_with_indices`.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w

@@ -167,18 +167,16 @@ def max_pool2d(
 
     Args:
       window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window's size.
-      padding: the number of -inf around the image, given as in `conv2d`. It must be less than `d (window - 1) + 1`, the
-        extent of a dilated window.
-      ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
-        input.
+      padding: the number of -inf around the image, given as in `conv2d`, less than `d (window - 1) + 1`.
+      ceil_mode: whether the last window may reach beyond the padded input, if it starts within the input or the padding
+        before it.
       channel_axis: 1 for NCHW, and -1 for NHWC.
       implementation: "pallas" supports no dilation.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
-      rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. A window's gradient goes to the
-      first NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if
-      the window has a NaN.
+      rounded down, or up if `ceil_mode`. A window's gradient goes to its first NaN, or else to its first maximum in
+      row-major order. With `implementation="autodiff"`, XLA chooses the position if the window has a NaN.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """

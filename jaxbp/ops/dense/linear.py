@@ -85,8 +85,7 @@ def linear_backward(
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
-    db has the dtype of w. Half precisions are summed in float32, except that `implementation="autodiff"` sums db in
-    half precision.
+    db has the dtype of w. With `implementation="autodiff"`, db is summed in half precision.
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """

@@ -171,8 +171,8 @@ def dot_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
-    """Gradients of `dot`: `da = Σ dy b`, with the sum over all axes of b except `inner`, and `db = Σ a dy`, with the sum
-    over all axes of a except `inner`."""
+    """Gradients of `dot`: `da = Σ dy b`, summed over all axes of b except `inner`, and `db = Σ a dy`, summed over all
+    axes of a except `inner`."""
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 

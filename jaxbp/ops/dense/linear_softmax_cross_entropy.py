@@ -36,8 +36,7 @@ KERNEL_CLASSES = 1024
 """On GPUs, the kernels are the default from this number of classes on (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
-# Below, x is (rows, features), and the boolean array `kept` is True for each row that counts. Sums are in float32 or
-# wider.
+# Below, x is (rows, features), and the boolean array `kept` is True for each row that counts.
 
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
@@ -122,7 +121,7 @@ def _chunk_rows(rows, w):
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call `step` once if `size` is
     None."""
-    # Chunk i has the rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
+    # Rows i, i + chunks, ... form chunk i, so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -276,8 +275,7 @@ def linear_softmax_cross_entropy(
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
-      The loss, in the promoted dtype of x, w, and b, computed in float32 or wider. It is NaN if a kept row has an
-      invalid label. dw is summed in float32 or wider.
+      The loss, in the promoted dtype of x, w, and b. It is NaN if a kept row has an invalid label.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

@@ -87,9 +87,8 @@ def are_valid(labels, classes):
 
 
 def nan_unless(valid, loss):
-    """Return the loss where `valid` is true, and NaN elsewhere. There, the gradient is NaN, too, unless dy is 0."""
-    # The derivative multiplies the cotangent by the largest number twice. Unless the cotangent is 0, this overflows,
-    # and infinity times 0 is NaN.
+    """Return the loss where `valid`, else NaN. For invalid losses, the gradient is also NaN, unless dy is 0."""
+    # The derivative multiplies the cotangent by the largest number twice, which overflows. Infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
@@ -225,8 +224,8 @@ def softmax_cross_entropy(
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.
 
     Returns:
-      The losses, in the promoted dtype of logits and weights, computed in float32 or wider. If an integer label is not
-      an included class, the loss is NaN, with gradient NaN, or 0 if dy is 0.
+      The losses, in the promoted dtype of logits and weights. If an integer label is not an included class, the loss is
+      NaN, with gradient NaN, or 0 if dy is 0.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture", CVPR 2016 (label smoothing); A. Chowdhery et al., "PaLM", JMLR 2023

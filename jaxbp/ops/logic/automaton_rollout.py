@@ -125,9 +125,6 @@ def automaton_step(
       fire_rate: the probability that a cell updates. Otherwise, it keeps its state.
       parametrization: as in `gate_layer`.
 
-    Returns:
-      The next state, in the state's dtype, computed in float32 or wider.
-
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
     op = "automaton_step"

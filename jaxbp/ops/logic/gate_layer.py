@@ -266,7 +266,7 @@ def gate_layer(
       groups: the number of groups of neighboring gates whose values are summed, as in `jaxbp.group_sum`, or None.
 
     Returns:
-      y, in x's dtype, or with `groups` in float32 or wider. Sums are in float32 or wider.
+      y, in x's dtype, or with `groups` in float32 or wider.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
@@ -294,8 +294,7 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
 
-    Only `dc = Σ_batch dy (1, a, b, ab)` needs sums over the batch. Then `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with
-    `u = T dc`, where row i of T has the four coefficients of op_i.
+    docs/logic_gates.md derives dlogits from `dc = Σ_batch dy (1, a, b, ab)`.
     """
     op = "gate_layer_backward"
     arguments = logits, x

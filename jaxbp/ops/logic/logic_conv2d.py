@@ -202,7 +202,7 @@ def logic_conv2d(
       Other arguments: as in `gate_layer`.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
+      y, in x's dtype. Its height is `(height + 2 p - window) // s + 1`.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """

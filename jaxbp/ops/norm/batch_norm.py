@@ -122,8 +122,6 @@ def batch_norm(
     """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
     over the batch and the spatial axes.
 
-    If squares of a channel's elements overflow, the channel's y is NaN.
-
     Args:
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
@@ -134,9 +132,8 @@ def batch_norm(
 
     Returns:
       (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
-      in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared deviations. With
-      `running`, mean and var are the new running averages, `momentum * running + (1 - momentum) * batch`, without
-      gradient.
+      in y's dtype, and differentiable. var is the mean of squared deviations. With `running`, mean and var are the new
+      running averages, `momentum * running + (1 - momentum) * batch`, without gradient.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

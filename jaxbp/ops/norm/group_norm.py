@@ -1,4 +1,4 @@
-"""Group normalization: each group of an example's channels is normalized."""
+"""Group normalization."""
 
 import math
 
@@ -90,17 +90,13 @@ def group_norm(
     implementation: Implementation = None,
 ) -> Floats:
     """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
-    over the channels of a group and the spatial axes.
+    over the channels of a group and the spatial axes. y has the promoted dtype of the arguments.
 
-    With one group per channel, this is instance normalization. If squares of a group's elements overflow, the group's y
-    is NaN.
+    With one group per channel, this is instance normalization.
 
     Args:
       scale, bias: one value per channel; None for ones and zeros.
       num_groups: a divisor of the number of channels. Neighboring channels form a group.
-
-    Returns:
-      y, in the promoted dtype of the arguments, computed in float32 or wider.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """

@@ -1,6 +1,6 @@
 """Normalization of each row over its last axis: LayerNorm and RMSNorm.
 
-The static option `center` is True for LayerNorm, and False for RMSNorm. RMSNorm has no bias and subtracts no means.
+The static option `center` is True for LayerNorm, and False for RMSNorm.
 """
 
 import functools
@@ -95,7 +95,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads its last group of rows with zeros, whose inv_std would be infinite with a small eps.
+        # The streamed kernel pads with rows of zeros, whose inv_std would be infinite with a small eps.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -190,16 +190,12 @@ def layer_norm(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> Rows:
-    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
-
-    If squares of a row's elements overflow, the row's y is NaN.
+    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row,
+    in the promoted dtype of the arguments.
 
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
       axis: the last axis, or several last axes, which form one row.
-
-    Returns:
-      y, in the promoted dtype of the arguments, computed in float32 or wider.
 
     Source: J. Ba et al., "Layer normalization", 2016.
     """
@@ -223,7 +219,7 @@ def layer_norm_backward(
 
     with means over each row and sums over all rows.
 
-    dscale and dbias have the dtype of scale, or of x if scale is None. Half precisions are summed in float32.
+    dscale and dbias have the dtype of scale, or of x if scale is None.
 
     Source: docs/layer_norm.md.
     """
@@ -244,7 +240,7 @@ def rms_norm(
 ) -> Rows:
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row.
 
-    If squares of a row's elements overflow, the row's y is NaN. Arguments and dtypes are as in `layer_norm`.
+    Arguments and dtypes are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """

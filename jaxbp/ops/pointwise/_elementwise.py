@@ -1,4 +1,4 @@
-"""Pairs of element-wise ops. Half precisions are computed in float32."""
+"""Pairs of element-wise ops."""
 
 import functools
 import math

@@ -1,6 +1,6 @@
 """Activation functions.
 
-Every function takes floating x of any shape, and returns x's shape and dtype. Half precisions are computed in float32.
+Every function takes floating x of any shape, and returns x's shape and dtype.
 """
 
 import math
@@ -25,7 +25,7 @@ _RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0)
 
 
 def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
-    """Rectified linear unit, `y = max(x, 0)`, element by element. NaN stays NaN.
+    """Rectified linear unit, `y = max(x, 0)`.
 
     Source: V. Nair and G. Hinton, "Rectified linear units improve restricted Boltzmann machines", ICML 2010.
     """

@@ -202,7 +202,7 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
 
 
 def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Element-wise maximum, `y = max(x1, x2)`; NaN if either element is NaN."""
+    """Element-wise maximum, `y = max(x1, x2)`."""
     return _MAXIMUM.of(implementation, _operands(x1, x2))
 
 
@@ -213,7 +213,7 @@ def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implement
 
 
 def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Element-wise minimum, `y = min(x1, x2)`; NaN if either element is NaN."""
+    """Element-wise minimum, `y = min(x1, x2)`."""
     return _MINIMUM.of(implementation, _operands(x1, x2))
 
 

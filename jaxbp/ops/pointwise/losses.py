@@ -268,7 +268,7 @@ def sigmoid_binary_cross_entropy(
     pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
+    """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element.
 
     Args:
       labels: y, in [0, 1], possibly integers or booleans.

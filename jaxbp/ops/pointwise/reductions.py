@@ -1,8 +1,8 @@
 """Reductions over any axes.
 
-Results have the dtype of a. Half precisions are summed in float32. `axis` is one int, several ints, or None for all
-axes. The boolean array `where` broadcasts to a. An element where it is False is excluded, and has the gradient 0, even
-if the element is NaN. n counts the included elements.
+Results have the dtype of a. `axis` is one int, several ints, or None for all axes. The boolean array `where` broadcasts
+to a. An element where it is False is excluded, and has the gradient 0, even if the element is NaN. n counts the
+included elements.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def max(
     *,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN.
+    """Maximum, `y = maxᵢ aᵢ`.
 
     y is at least `initial`. If `where` excludes all elements, y is `initial`, or -inf if `initial` is None.
     """
@@ -180,7 +180,7 @@ def min(
     *,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN.
+    """Minimum, `y = minᵢ aᵢ`.
 
     y is at most `initial`. The rest is as in `max`, with inf instead of -inf.
     """

@@ -106,7 +106,7 @@ def rotary_embedding(
         features 2 i and 2 i + 1, as in the original paper and in GPT-J.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. In float32, positions above 2^24 are rounded.
+      y, in x's dtype. In float32, positions above 2^24 are rounded.
 
     Source: J. Su et al., "RoFormer", arXiv:2104.09864.
     """
