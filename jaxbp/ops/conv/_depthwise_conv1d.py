@@ -41,7 +41,6 @@ def _sum_of_shifts(x, w, width_axis, padding):
 
 
 def _shifts(x, taps, width_axis, padding):
-    """Return the part of the padded x that each element of a filter multiplies."""
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
     size = x.shape[width_axis] - taps + 1
     return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]

@@ -20,7 +20,7 @@ than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    # With filters of size 1 x 1, the convolution already is a matrix product.
+    # A convolution with 1 x 1 filters already is a matrix product.
     K, C, F, G = w_shape
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
@@ -54,7 +54,6 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply images x by a `filter_matrix`, or if `transposed`, dy by the transposed matrix."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
@@ -67,8 +66,8 @@ _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
 """In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the maximum of the band's multiplications per multiplication in the exact kernel. Only
-float32 is measured."""
+"""Maps bytes per element to the most multiplications of the band per multiplication of the exact kernel. Only float32
+is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:

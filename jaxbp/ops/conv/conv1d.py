@@ -36,13 +36,12 @@ def conv1d(
     `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p] w[k, c, u]`, with s, d, and p as in `conv2d`.
 
     If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride and dilation
-    1, a depthwise convolution ignores `precision`. Its kernel needs the channels on the last axis.
+    1, a depthwise convolution ignores `precision`. On a GPU, its kernel is the default only with the channels last.
 
     Args:
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
-      dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"). None means ("NCW", "OIW",
-        "NCW").
+      dimension_numbers: the layouts of x, w, and y, by default ("NCW", "OIW", "NCW").
       implementation: "pallas" supports no dilation. It supports groups only if the convolution is depthwise with stride
         1 and a filter_width up to 8.
       Other arguments: as in `conv2d`.

@@ -138,8 +138,7 @@ def conv2d(
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
         "SAME_LOWER", or "VALID".
       groups: the number of groups of channels. An output reads only its group's input channels.
-      dimension_numbers: the layouts of x, w, and y, for example ("NHWC", "HWIO", "NHWC"). None means ("NCHW", "OIHW",
-        "NCHW").
+      dimension_numbers: the layouts of x, w, and y, by default ("NCHW", "OIHW", "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
         then spread over the image's whole result.
       implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.

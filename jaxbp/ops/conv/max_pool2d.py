@@ -24,7 +24,6 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    """Return the element of x at position `place` of each window, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
     rows, columns = (
         slice(at * d, at * d + (n - 1) * s + 1, s)
@@ -37,7 +36,7 @@ def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, windows, -jnp.inf) for place in places]
-    # Because the indices are computed from a value, they have its sharding on a mesh with explicit axes.
+    # On a mesh with explicit axes, indices that are computed from a value have its sharding.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
@@ -102,7 +101,6 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    """Return dx for windows that tile the input."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))

@@ -1,1 +1,0 @@
-"""Matrix products, dense layers, and cross-entropy."""

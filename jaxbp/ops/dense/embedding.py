@@ -70,7 +70,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the sum at the end of a run is complete. `set` drops other sums, because their row is out of range.
+    # Only the sum at the end of a run is complete. Other sums get a row out of range, so `set` drops them.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)
@@ -88,7 +88,7 @@ def _kernel(dy, indices, *, num_embeddings):
         return _scatter(dy, indices, num_embeddings=num_embeddings)
     dy, rows = _tokens(dy, indices, num_embeddings)
     rows, order = _sorted(rows)
-    # "scan_unrolled" avoids a loop, because a loop's iterations would be separate launches on a GPU.
+    # The iterations of a loop would be separate launches on a GPU.
     first = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32), method="scan_unrolled")
     starts = first.astype(jnp.int32)
     padded = jnp.pad(dy, ((0, 0), (0, -dy.shape[1] % LANES)))

@@ -126,6 +126,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return `dw = dyᵀ x` in `dtype` (x's dtype if None), and `db = Σ dy` in float32, both summed in float32."""
+    """Return dw in `dtype` (x's dtype if None), and db in float32, both summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,7 +1,6 @@
-"""Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
+"""Products of vectors and matrices, and the transpose, with the arguments and dtypes of `jax.numpy`.
 
-Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except in
-exact float32 (`precision="highest"`).
+`implementation="pallas"` calls cuBLAS, except in exact float32 (`precision="highest"`).
 """
 
 import math

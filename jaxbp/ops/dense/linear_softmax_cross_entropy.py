@@ -71,7 +71,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return (losses, dlogits), with one loss per row. If dy is None, dlogits is None."""
+    """Return one loss per row, and dlogits, or None if dy is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)

@@ -87,8 +87,8 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# A wide row has one example's outputs of a hidden layer, then 1, then zeros as padding for the tensor cores. dzᵀ times
-# the wide rows has the columns of dw, then db.
+# A wide row has one example's outputs of a hidden layer, then 1, then zeros for the tensor cores. dzᵀ times the wide
+# rows has the columns of dw, then db.
 
 
 class WideRows(NamedTuple):
@@ -294,7 +294,7 @@ def mlp_softmax_cross_entropy_backward(
     Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
     layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
 
-    Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
+    Source: as in `linear_backward`.
     """
     op = "mlp_softmax_cross_entropy_backward"
     arguments = x, *layers

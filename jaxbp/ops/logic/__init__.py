@@ -1,1 +1,0 @@
-"""Layers, trees, and automata of logic gates."""

@@ -220,7 +220,7 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables of `Plan.consumers`: the rows to which the consumers of each row write gradients."""
+    """Return the tables of `Plan.consumers`."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -253,8 +253,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # Gradients of perception's first layer are summed over its kernels first, with axes (role, gate, channel). The
-    # first update layer also reads the center cell.
+    # Gradients of perception's first layer are first summed over its kernels, with axes (role, gate, channel). The
+    # update also reads the center cell.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)

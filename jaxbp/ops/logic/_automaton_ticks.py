@@ -20,7 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout: one key per tick, and the rounding rate, or None for no rounding."""
+    """One key per tick, and the rounding rate, or None for no rounding."""
 
     keys: Array
     rounding_rate: Array | None
@@ -129,8 +129,8 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """On a mesh, keep no states, so that the backward recomputes them."""
-    # Each device's vector of states ends in unused elements, so the vectors cannot be joined.
+    # On a mesh, the backward recomputes the states. Each device's vector of states ends in unused elements, so the
+    # vectors cannot be joined.
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
     return _save(_automaton_kernels, *arrays, **options)
@@ -152,5 +152,5 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the `Pair` of an implementation, or of formulas for an empty state, which kernels do not support."""
+    """Return the `Pair` of an implementation. For an empty state, it has no kernels."""
     return _TICKS[implementation if state.size else "xla"]

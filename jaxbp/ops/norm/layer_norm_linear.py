@@ -177,7 +177,7 @@ def _sums(dy, normalised):
 
 
 def _sums_kernel(dy, normalised):
-    # For one device's rows, the kernel may be slower than the formula.
+    # One device may have too few rows for the kernel.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)

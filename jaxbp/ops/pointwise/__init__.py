@@ -1,1 +1,0 @@
-"""Element-wise ops, reductions, losses, and dropout."""

@@ -65,7 +65,7 @@ def _elementwise_gradient(formula, statistics, excluded):
 
 
 def _share(count):
-    """The mean of no elements is NaN, and so is its gradient."""
+    # The mean of no elements is NaN, and so is its gradient.
     return 1.0 / count if count else math.inf
 
 
@@ -167,7 +167,7 @@ def _save_first(forward):
 
         @extreme.defjvp
         def _(primals, tangents):
-            # This rule serves second derivatives. Autodiff would average over all elements that equal y.
+            # Second derivatives use this rule. Autodiff would average over all elements that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)

@@ -290,7 +290,7 @@ def mish_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def softplus(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Softplus, `y = ln(1 + eˣ)`, computed without overflow."""
+    """Softplus, `y = ln(1 + eˣ)`."""
     return _SOFTPLUS.of(implementation, {"x": x})
 
 

@@ -31,7 +31,7 @@ def _power(x1, x2):
     # 0 ** 0 has the derivative 0 with respect to the base.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # The subtracted square root is 0 where `steep`. It gives y the derivative -inf with respect to x2.
+    # Where `steep`, the square root is 0, but gives y the derivative -inf with respect to x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 

@@ -254,10 +254,7 @@ def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
     """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` with respect to
-    the labels y.
-
-    At any p, dp is `dy / (1 - p)` for y = 0, and `-dy / p` for y = 1.
-    """
+    the labels y."""
     return _loss_backward(_BINARY_CROSS_ENTROPY.vjp, implementation, dy, probabilities=probabilities, labels=labels)
 
 
@@ -333,5 +330,5 @@ def kl_divergence_backward(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
     """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, with p and q as in
-    `kl_divergence`. Where p_k is 0, dp_k is infinite."""
+    `kl_divergence`."""
     return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

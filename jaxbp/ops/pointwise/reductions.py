@@ -65,7 +65,7 @@ def sum(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Sum, `y = Σᵢ aᵢ`. The sum of no elements is 0."""
+    """Sum, `y = Σᵢ aᵢ`."""
     return _reduce(SUM, implementation, a, axis, keepdims, where)
 
 
@@ -90,7 +90,7 @@ def mean(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Mean of n included elements, `y = 1/n Σᵢ aᵢ`. If n is 0, y is NaN."""
+    """Mean of n included elements, `y = 1/n Σᵢ aᵢ`."""
     return _reduce(MEAN, implementation, a, axis, keepdims, where)
 
 
@@ -118,7 +118,7 @@ def var(
 ) -> Reduced:
     """Variance of n included elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
-    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not support `where`.
+    The kernel does not support `where`.
     """
     return _reduce(VAR, implementation, a, axis, keepdims, where, ddof=_ddof("var", ddof))
 
@@ -210,7 +210,7 @@ def logsumexp(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`, computed without overflow.
+    """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`.
 
     If every element is -inf or excluded, y is -inf, and the gradient is 0.
     """
