@@ -5,6 +5,4 @@ Unless a docstring says otherwise:
 - An invalid argument raises a TypeError or a ValueError.
 - Half precisions are computed in float32 (docs/mixed_precision.md).
 - A backward has the arguments of its forward, and gradients have the dtypes of the arrays.
-
-The promoted dtype is the dtype to which `jax.numpy` promotes the arrays.
 """

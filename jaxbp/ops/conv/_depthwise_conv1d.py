@@ -137,7 +137,7 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return `width_axis`, and the axes of x and y in the order NCW if x is NCW, else NWC."""
+    """Return `width_axis`, and layouts that arrange x and y as NCW if x is NCW, else as NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

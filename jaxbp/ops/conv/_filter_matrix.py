@@ -39,7 +39,6 @@ def filter_matrix(
     """Return the `matrix[(c, h, l), (k, i, j)]` that maps a flattened image x to y.
 
     An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
-    `before` is the padding before the first element.
     """
     K, C, *window = w.shape
     taps, exists = [], []

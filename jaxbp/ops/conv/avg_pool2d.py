@@ -32,7 +32,7 @@ def _counts(windows, counted, dtype):
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)
     )
     counts = rows[:, None] * columns
-    # A dilated window may have no position that counts. Its mean is 0 / 0, NaN.
+    # If no position of a dilated window counts, its mean is NaN.
     return int(counts[0, 0]) if (counts == counts[0, 0]).all() else jnp.asarray(counts[None, None], dtype)
 
 

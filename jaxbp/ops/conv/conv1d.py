@@ -44,11 +44,7 @@ def conv1d(
       dimension_numbers: the layouts of x, w, and y, by default ("NCW", "OIW", "NCW").
       implementation: "pallas" supports no dilation. It supports groups only if the convolution is depthwise with stride
         1 and a filter_width up to 8.
-      Other arguments: as in `conv2d`.
-
-    Returns:
-      y, in the promoted dtype of the arguments. Its width is
-      `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
+      Other arguments, dtype, and width: as in `conv2d`.
 
     Source: as in `conv2d`; A. van den Oord et al., "WaveNet", arXiv:1609.03499 (causal padding).
     """

@@ -1,4 +1,4 @@
-"""Two-dimensional convolution and its gradients with respect to x, w, and b."""
+"""Two-dimensional convolution."""
 
 import functools
 
@@ -146,7 +146,7 @@ def conv2d(
 
     Returns:
       y, in the promoted dtype of the arguments. Its height is
-      `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
+      `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`, and its width likewise.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """

@@ -199,10 +199,9 @@ def conv2d_relu_max_pool2d_with_indices(
 ) -> tuple[
     Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
 ]:
-    """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the position of the maximum in each window,
-    `u * window_width + v` for row u and column v. If ReLU is 0 in the whole window, the index is
-    `window_height * window_width`. Indices are uint8 for windows of up to 255 positions, else int32, and have no
-    gradient."""
+    """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the position of each window's maximum, as in
+    `max_pool2d_with_indices`. If ReLU is 0 in the whole window, the index is `window_height * window_width`. Indices
+    are uint8 for windows of up to 255 positions, else int32."""
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
 

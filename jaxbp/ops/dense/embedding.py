@@ -155,8 +155,8 @@ def embedding_backward(
 ) -> Float[Array, "num_embeddings features"]:
     """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
-    Only the table's shape and dtype are used. `implementation="xla"` and "pallas" sum in float32 or wider, in a fixed
-    order. "autodiff" sums in dy's dtype, and on a GPU with atomics, in a varying order.
+    Only the table's shape and dtype are used. Sums are in a fixed order. With `implementation="autodiff"`, they are in
+    dy's dtype, and on a GPU in a varying order.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

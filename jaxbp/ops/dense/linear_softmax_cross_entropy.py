@@ -119,8 +119,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call `step` once if `size` is
-    None."""
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows; None for one chunk."""
     # Rows i, i + chunks, ... form chunk i, so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)
@@ -270,7 +269,7 @@ def linear_softmax_cross_entropy(
       where: True for each row that is kept; None for all. Other rows have loss and gradient 0, even if NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
-      reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0.
+      reduction: "mean" or "sum" over the kept rows, or None for one loss per row.
       precision: as in `jax.lax.dot`.
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 

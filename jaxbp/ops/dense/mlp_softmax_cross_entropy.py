@@ -1,7 +1,6 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
-The type of the residuals selects the backward. For small batches, the forward kernel also computes each loss's
-gradient, and the backward kernel multiplies it by dy.
+For small batches, the forward kernel also computes each loss's gradient, and the backward kernel multiplies it by dy.
 """
 
 import functools
@@ -92,8 +91,7 @@ def _gradients(dy, saved, *, precision):
 
 
 class WideRows(NamedTuple):
-    """Residuals as in `Rows`, but in each row of `hidden`, 1 and zeros follow the outputs. Zeros pad the batch to a
-    multiple of `LANES`."""
+    """Residuals as in `Rows`, but `hidden` has wide rows. Zeros pad the batch to a multiple of `LANES`."""
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
 

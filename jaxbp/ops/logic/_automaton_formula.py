@@ -100,10 +100,8 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """Clip a state to [0, 1], with derivative 1 everywhere.
-
-    Without clipping, rounding errors would grow: an XNOR gate of two inputs 1 + e is about 1 + 2e.
-    """
+    """Clip a state to [0, 1], with derivative 1, so that rounding errors do not grow. (An XNOR gate of two inputs 1 + e
+    is about 1 + 2e.)"""
     return jnp.clip(new, 0, 1)
 
 

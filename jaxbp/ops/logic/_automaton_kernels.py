@@ -1,8 +1,7 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). For each
-cell, dseen has nine terms per channel, which the cell adds to the gradients of the nine cells that it sees. dkept has
-the other terms.
+A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). dseen has
+each cell's terms for the gradients of the nine cells that it sees. dkept has the other terms.
 """
 
 import dataclasses

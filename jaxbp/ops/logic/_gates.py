@@ -1,7 +1,6 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-The middle axes `...` index circuits with the same wires. If such an axis of the rows has size 1, all its circuits read
-the same rows.
+The middle axes `...` index circuits with the same wires. Along an axis of size 1, all circuits read the same rows.
 """
 
 import functools

@@ -115,7 +115,7 @@ def automaton_step(
 
     Here seen_pc is channel c of the p-th of nine cells: the cell and its eight neighbors, in row-major order. Beyond
     the border, cells are 0, or in a periodic automaton, the cells on the opposite side. perception_k and update are
-    layers of gates, as in `gate_layer`. A bit is an output of perception_k. The next state is clipped to [0, 1] with
+    layers of gates, as in `gate_layer`. A bit is an output of perception_k. The next state is clipped to [0, 1], with
     derivative 1.
 
     Args:
@@ -182,8 +182,7 @@ def automaton_rollout(
 
     Args:
       steps: static.
-      rounding_rate: the probability of rounding a value to 0 or 1 before a tick, with derivative 1 (straight-through).
-        The rate has gradient 0.
+      rounding_rate: as above, with gradient 0.
       memory: what the forward keeps: "all" for the inputs of every gate in every tick, or a policy of
         `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
       Other arguments, dtype, and source: as in `automaton_step`.

@@ -197,12 +197,9 @@ def logic_conv2d(
     `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
 
     Args:
-      stride, padding: as in `conv2d`.
+      stride, padding: as in `conv2d`, also for y's height and width.
       implementation: "pallas" supports depths up to 4.
-      Other arguments: as in `gate_layer`.
-
-    Returns:
-      y, in x's dtype. Its height is `(height + 2 p - window) // s + 1`.
+      Other arguments and dtype: as in `gate_layer`.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """

@@ -1,4 +1,4 @@
-"""Batch normalization with the mean and variance of the batch, or with given ones."""
+"""Batch normalization."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -125,10 +125,10 @@ def batch_norm(
     Args:
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
-      use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
-      axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
-      use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
-        channel's mean is far from zero.
+      use_running_average: whether to normalize with `running`, as in evaluation.
+      axis_name: further axes of the mean and variance, as in `jax.lax.pmean`.
+      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, which loses digits if a channel's
+        mean is far from zero.
 
     Returns:
       (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,

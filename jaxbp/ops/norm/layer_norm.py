@@ -1,7 +1,4 @@
-"""Normalization of each row over its last axis: LayerNorm and RMSNorm.
-
-The static option `center` is True for LayerNorm, and False for RMSNorm.
-"""
+"""Normalization of each row over its last axis: LayerNorm and RMSNorm."""
 
 import functools
 import math
@@ -26,6 +23,8 @@ AnyRows = Float[AnyArray, "*batch hidden"]
 Rows = Float[Array, "*batch hidden"]
 AnyParameter = Float[AnyArray, "hidden"]
 Parameter = Float[Array, "hidden"]
+
+# `center` is True for LayerNorm, and False for RMSNorm.
 
 
 def rows(a):

@@ -234,7 +234,6 @@ def layer_norm_linear(
     Args:
       x, scale, bias, eps: as in `layer_norm`.
       w, b, precision: as in `linear`.
-      implementation: "pallas" calls cuBLAS for products, except where its kernels are faster.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)

@@ -19,7 +19,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 class Elementwise(Pair):
-    """A pair of element-wise formulas with NumPy's broadcasting. Other arguments are as in `Pair`.
+    """A pair of element-wise formulas with NumPy's broadcasting.
 
     Args:
       gradient: `gradient(dy, *arrays, **options)` returns one gradient per array.

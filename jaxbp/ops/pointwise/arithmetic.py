@@ -195,8 +195,7 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    If x1 and x2 are 0, dx1 is dy times 0. If x1 is 0, dx2 is dy times 0 for x2 > 0, else dy times -inf. For negative
-    x1, dx2 is NaN.
+    If x1 is 0, dx2 is dy times 0 for x2 > 0, else dy times -inf. For negative x1, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 

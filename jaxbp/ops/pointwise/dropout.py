@@ -1,4 +1,4 @@
-"""Dropout. The forward saves the key, and the backward draws the mask again."""
+"""Dropout. With the same key, the backward draws the mask of the forward again."""
 
 from collections.abc import Sequence
 
@@ -70,9 +70,7 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      key: for the same key, forward and backward drop the same elements.
-      rate: the probability that an element is dropped: a number in [0, 1], or an array of shape (), whose gradient is
-        0.
+      rate: the probability that an element is dropped, a number or an array of shape (), with gradient 0.
       broadcast_dims: axes along which all elements are dropped or kept together.
 
     Source: N. Srivastava et al., "Dropout", JMLR 2014.

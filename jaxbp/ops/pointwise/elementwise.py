@@ -75,7 +75,7 @@ def abs_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def sin(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Sine of an angle in radians, `y = sin x`."""
+    """Sine, `y = sin x`."""
     return _SIN.of(implementation, {"x": x})
 
 
@@ -85,7 +85,7 @@ def sin_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def cos(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Cosine of an angle in radians, `y = cos x`."""
+    """Cosine, `y = cos x`."""
     return _COS.of(implementation, {"x": x})
 
 
@@ -97,10 +97,8 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`, where the argument `min` is lower, and `max` is upper.
-
-    None means no bound. If lower is above upper, a ValueError is raised.
-    """
+    """Clip to bounds, `y = min(max(arr, lower), upper)`, where the argument `min` is lower, and `max` is upper. None
+    means no bound."""
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
 

@@ -70,7 +70,7 @@ _GATED_LINEAR_UNIT = Elementwise(
 def gated_linear_unit(
     gate: AnyFloats, up: AnyFloats, activation: Activation = "silu", *, implementation: Implementation = None
 ) -> Floats:
-    """Gated linear unit, `y = activation(gate) up`, element by element, in the promoted dtype of the arguments.
+    """Gated linear unit, `y = activation(gate) up`, in the promoted dtype of the arguments.
 
     Args:
       activation: "silu" for SwiGLU, "gelu" (the tanh approximation) or "gelu_exact" for GEGLU, "relu" for ReGLU, or

@@ -315,7 +315,7 @@ def kl_divergence(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
     """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, where p are the targets, and q
-    are the logarithms of the predictions. A term with p_k = 0 is 0.
+    are the logarithms of the predictions.
 
     Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
     """

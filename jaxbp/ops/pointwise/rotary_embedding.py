@@ -99,11 +99,11 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers that broadcast to the leading axes of x, with as many axes. For x of shape
-        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
-      frequencies: one number per pair, in radians per position. If given, `base` is not used.
-      interleaved: if False, pair i is features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i is
-        features 2 i and 2 i + 1, as in the original paper and in GPT-J.
+      positions: integers that broadcast to the leading axes of x, with the same number of axes, for example
+        `(1, length, 1)` for x of shape `(batch, length, heads, head_dim)`.
+      frequencies: one number per pair, in radians per position, instead of `base`.
+      interleaved: if False, pair i is features i and i + head_dim / 2, as in Llama. If True, pair i is features 2 i and
+        2 i + 1, as in GPT-J.
 
     Returns:
       y, in x's dtype. In float32, positions above 2^24 are rounded.
