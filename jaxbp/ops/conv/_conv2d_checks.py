@@ -11,7 +11,10 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Return x and w with channels before the spatial axes, and the dict from `options_of`. `layout` None is NCHW."""
+    """Return x and w, with the channels before the spatial axes, and the dict from `options_of`.
+
+    If `layout` is None, x is NCHW, and w is OIHW.
+    """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     _, _, options = check_shapes(op, x, w, b, layout, **options)
     return layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec), options
@@ -40,7 +43,7 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require channels that fit `groups`. If `given`, the shape of x, fits with the channels last, suggest this."""
+    """Require channels that fit `groups`. If `given`, the shape of x, fits with channels last, the error says so."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

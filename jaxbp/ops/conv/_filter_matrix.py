@@ -94,8 +94,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of windows, the `_band` multiplies dy,
-    placed at the maxima.
+    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of windows, dy is placed at the maxima
+    and multiplied by the matrix `_band`.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size

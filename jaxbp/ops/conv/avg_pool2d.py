@@ -25,8 +25,10 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Count each window's positions in the input or in the padding `counted`: `(1, 1, P, Q)`, or one int if all are
-    equal."""
+    """Return each window's number of positions in the input or in the padding `counted`.
+
+    The shape is `(1, 1, P, Q)`. If all numbers are equal, return one int.
+    """
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)

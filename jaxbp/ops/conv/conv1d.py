@@ -36,7 +36,8 @@ def conv1d(
     `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p] w[k, c, u]`, with s, d, and p as in `conv2d`.
 
     If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride and dilation
-    1, a depthwise convolution ignores `precision`. On a GPU, its kernel is the default only with the channels last.
+    1, a depthwise convolution is summed in float32 or wider, whatever `precision` is. On a GPU, its kernel is the
+    default only with the channels last.
 
     Args:
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",

@@ -36,7 +36,7 @@ def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, windows, -jnp.inf) for place in places]
-    # On a mesh with explicit axes, indices that are computed from a value have its sharding.
+    # On a mesh with explicit axes, indices that are computed from a value have the value's sharding.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
@@ -166,8 +166,8 @@ def max_pool2d(
     Args:
       window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window's size.
       padding: the number of -inf around the image, given as in `conv2d`, less than `d (window - 1) + 1`.
-      ceil_mode: whether the last window may reach beyond the padded input, if it starts within the input or the padding
-        before it.
+      ceil_mode: whether the last window may reach beyond the padded input, if it starts in the input or in the padding
+        before the input.
       channel_axis: 1 for NCHW, and -1 for NHWC.
       implementation: "pallas" supports no dilation.
 

@@ -1,7 +1,4 @@
-"""Embedding: each index selects a row of a table.
-
-A token is one element of the indices.
-"""
+"""Embedding. A token is one element of the indices."""
 
 import math
 
@@ -155,8 +152,8 @@ def embedding_backward(
 ) -> Float[Array, "num_embeddings features"]:
     """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
-    Only the table's shape and dtype are used. Sums are in a fixed order. With `implementation="autodiff"`, they are in
-    dy's dtype, and on a GPU in a varying order.
+    Only the table's shape and dtype are used. Sums are in float32 or wider, in a fixed order, except that
+    `implementation="autodiff"` sums in dy's dtype, and on a GPU in a varying order.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

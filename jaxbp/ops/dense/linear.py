@@ -66,8 +66,7 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`), which
-        kernels compute.
+      implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`).
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -85,7 +84,7 @@ def linear_backward(
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
-    db has the dtype of w. With `implementation="autodiff"`, db is summed in half precision.
+    db has the dtype of w. `implementation="autodiff"` sums db in the dtype of the arguments.
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """

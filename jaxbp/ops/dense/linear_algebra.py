@@ -1,6 +1,7 @@
-"""Products of vectors and matrices, and the transpose, with the arguments and dtypes of `jax.numpy`.
+"""Products of vectors and matrices, and the transpose.
 
-`implementation="pallas"` calls cuBLAS, except in exact float32 (`precision="highest"`).
+Arguments and dtypes are as in `jax.numpy`. `implementation="pallas"` calls cuBLAS, except in exact float32
+(`precision="highest"`).
 """
 
 import math

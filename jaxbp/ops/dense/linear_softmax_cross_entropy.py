@@ -71,7 +71,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return one loss per row, and dlogits, or None if dy is None."""
+    """Return (losses, dlogits), with one loss per row. Without dy, dlogits is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -119,7 +119,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows; None for one chunk."""
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or once if `size` is None."""
     # Rows i, i + chunks, ... form chunk i, so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)

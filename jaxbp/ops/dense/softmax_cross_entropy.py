@@ -218,7 +218,7 @@ def softmax_cross_entropy(
       axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
         `axis`.
       where: one boolean per example, or per class and example, False to exclude it. An excluded example has loss and
-        gradient 0, even if its logits are NaN. An excluded class is left out of both sums.
+        gradient 0, even if its logits are NaN. An excluded class is left out of the sum and the log-sum-exp.
       label_smoothing: in [0, 1]. y becomes `(1 - label_smoothing) y + label_smoothing / classes`, where `classes`
         counts the included classes.
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.

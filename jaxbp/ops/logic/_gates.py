@@ -1,6 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-The middle axes `...` index circuits with the same wires. Along an axis of size 1, all circuits read the same rows.
+The middle axes `...` index circuits with the same wires. If the rows have size 1 along such an axis, all circuits along
+the axis read the same rows.
 """
 
 import functools

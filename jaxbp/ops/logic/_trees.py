@@ -19,7 +19,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 def forward(coefficients, wires, x, *, stride, pool):
     """Return the maximum of each tree in each window of the pool, and its row-major position in the window.
 
-    Both are `(kernels, height, width, N)`; positions are None for windows of size 1. Coefficients are
+    Both are `(kernels, height, width, N)`. The positions are None for windows of size 1. The coefficients are
     `(kernels, gates, 4)`.
     """
     geometry = _Geometry(wires, x, stride, pool)

@@ -85,8 +85,9 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Gather each gate's inputs a and b from copies of the rows, so that no two gates read the same copy."""
-    # The gradient of a row then sums its copies in a fixed order. A scatter's order varies on a GPU.
+    """Gather each gate's inputs a and b from copies of the rows. Each copy is read at most once."""
+    # The gradient of a row then sums its copies in a fixed order. A scatter's order varies on a GPU. If few rows have
+    # most consumers (gates that read them), the copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)

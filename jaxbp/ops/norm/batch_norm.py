@@ -125,8 +125,8 @@ def batch_norm(
     Args:
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
-      use_running_average: whether to normalize with `running`, as in evaluation.
-      axis_name: further axes of the mean and variance, as in `jax.lax.pmean`.
+      use_running_average: whether to normalize with `running`, as in evaluation, and to return it unchanged.
+      axis_name: mapped axes that the mean and variance also cover, as in `jax.lax.pmean`.
       use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, which loses digits if a channel's
         mean is far from zero.
 

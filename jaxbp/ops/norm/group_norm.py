@@ -20,7 +20,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
 
-# Below, x has two axes for the channels: `axis` for the groups, and `axis + 1` within a group.
+# Below, x has two axes for the channels: `axis` for the groups, and `axis + 1` for the channels of a group.
 
 
 def _over(x, axis):

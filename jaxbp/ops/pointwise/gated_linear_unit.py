@@ -1,4 +1,4 @@
-"""Gated linear unit, the hidden layer of SwiGLU and GEGLU."""
+"""Gated linear unit."""
 
 import functools
 import math

@@ -42,7 +42,7 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, but where x = y = 0: 0, with derivatives -inf (x) and 0 (y)."""
+    """Return `x ln y`. At x = y = 0, it is 0, with the derivatives -inf (x) and 0 (y)."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 

@@ -197,7 +197,10 @@ def min_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0, as in `max_backward`."""
+    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0.
+
+    Other cases are as in `max_backward`.
+    """
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
