@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
-from jax import lax
+from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 REMOVED_EARLY = jaxlib.version.__version_info__ < (0, 11, 1)
@@ -24,6 +25,29 @@ def optimization_barrier(arrays: Any) -> Any:
 def on_cpu(arrays: Any) -> Any:
     """Return the arrays, on the CPU after a barrier, without which XLA would recompute an array for each read."""
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
+
+
+def recomputed(*arrays: Array) -> tuple[Array, ...]:
+    """Return floating arrays from which a backward computes values of its forward again, such as `tanh(x)`.
+
+    XLA merges equal expressions. On a GPU, it would keep these values from the forward as further residuals, so the
+    arrays are multiplied by a 1 that XLA does not know. On a CPU, computing again is slower than keeping.
+    """
+
+    def times_one(a):
+        return a * _on_gpu(lax.optimization_barrier, jnp.ones((), a.dtype))
+
+    return tuple(map(times_one, arrays))
+
+
+def stored(residual: Array) -> Array:
+    """Return a residual that XLA stores in its dtype. On a GPU, XLA would otherwise keep the float32 array from which a
+    half precision was rounded (`xla_allow_excess_precision`)."""
+    return residual if residual.dtype.itemsize > 2 else _on_gpu(lax.optimization_barrier, residual)
+
+
+def _on_gpu(f, a):
+    return lax.platform_dependent(a, cpu=lambda a: a, default=f)
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:

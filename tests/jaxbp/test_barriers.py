@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 from helpers import assert_close, cuda_program, normal
 from jax.test_util import check_grads
 
+import jaxbp
 from jaxbp import barriers
 
 by_calls = pytest.mark.parametrize("by_calls", [False, True])
@@ -77,3 +80,20 @@ def test_other_backends_have_jaxs_barrier_alone(by_calls, monkeypatch):
     program = cuda_program(jax.grad(lambda x: jnp.sum(f(x) ** 2)), jnp.ones(1000))
     assert "optimization_barrier" in program
     assert "inlineable" not in program
+
+
+@pytest.mark.parametrize("op", [jaxbp.gelu, jaxbp.gated_linear_unit, jaxbp.log_softmax])
+def test_xla_cannot_merge_a_backward_with_its_forward_on_a_gpu(op):
+    """The backward multiplies x by a 1 behind a barrier. On a CPU, it has no barrier."""
+    arrays = normal(*[(8, 16)] * (2 if op is jaxbp.gated_linear_unit else 1))
+    gradient = jax.grad(lambda *arrays: jnp.sum(op(*arrays, implementation="xla") ** 2))
+    assert re.search(r"optimization_barrier %\w+ : tensor<f32>", cuda_program(gradient, *arrays))
+    assert "optimization_barrier" not in jax.jit(gradient).lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16"), ("float32", None)])
+def test_half_precisions_of_a_softmax_are_stored_as_they_are_rounded(dtype, name):
+    gradient = jax.grad(lambda x: jnp.sum(jaxbp.softmax(x, implementation="xla") ** 2))
+    program = cuda_program(gradient, jnp.ones((8, 16), dtype))
+    stored = [line for line in program.splitlines() if "optimization_barrier" in line]
+    assert [f"tensor<8x16x{name}>" in line for line in stored] == ([] if name is None else [True])

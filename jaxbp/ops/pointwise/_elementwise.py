@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
@@ -43,7 +44,8 @@ class Elementwise(Pair):
             return forward(*map(upcast, arrays), **options).astype(arrays[0].dtype)
 
         def formula(dy, *arrays, **options):
-            gradients = gradient(*map(upcast, (dy, *arrays)), **options)
+            values = arrays if keeps_result else barriers.recomputed(*map(upcast, arrays))
+            gradients = gradient(upcast(dy), *map(upcast, values), **options)
             return _in_shapes_of(arrays, _summed(dy.shape, gradients, arrays))
 
         def kernel(dy, *arrays, **options):

@@ -3,6 +3,7 @@
 Every function takes floating x of any shape, and returns x's shape and dtype.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.gradients import in_dtypes_of
@@ -128,39 +130,73 @@ _MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return the `Pair` of `softmax` or `log_softmax`, with `dx = c - p Σ c`, softmax p, and `c = term(dy, p)`."""
-
-    def forward(x, where, *, axis):
-        y = function(upcast(exclude(where, x, axis)), axis=axis)
-        return select(where, y, excluded).astype(x.dtype)
-
-    def formula(dy, x, where, *, axis):
-        e, total = exponentials(exclude(where, x, axis), axis)
-        c = term(upcast(select(where, dy, 0)), e / total)
-        dx = c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)
-        return select(where, dx.astype(x.dtype), 0), None
-
-    def terms(dy, x, largest, total):
-        return term(dy, jnp.exp(x - largest) / total)
-
-    def gradient(dy, x, largest, total, s):
-        return terms(dy, x, largest, total) - jnp.exp(x - largest) / total * s
-
-    def kernel(dy, x, where, *, axis):
-        x = exclude(where, x, axis)
-        arrays = select(where, dy, 0), x, *largest_and_total(x, axis)
-        dx = elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
-        return select(where, dx, 0), None
-
-    return fused_pair(
-        forward, {"xla": formula, "pallas": kernel}, name=name, default=default, default_vjp=AUTODIFF_ON_CPU
-    )
+def _normalised(function, excluded, x, where, *, axis):
+    y = function(upcast(exclude(where, x, axis)), axis=axis)
+    return select(where, y, excluded).astype(x.dtype)
 
 
-_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p, excluded=0.0)
-_LOG_SOFTMAX = _normalised(
-    "log_softmax", jax.nn.log_softmax, lambda dy, p: dy, excluded=-math.inf, default=AUTODIFF_EVERYWHERE
+def _softmax_save(x, where, *, axis):
+    y = barriers.stored(_softmax_forward(x, where, axis=axis))
+    return y, (y, where)
+
+
+def _softmax_terms(dy, y):
+    return dy * y, y
+
+
+def _softmax_combine(dy, y, weighted, total):
+    # Half precisions round y, so `total` is not exactly 1. Divided by it, a constant dy still has the gradient 0.
+    return y * (dy - weighted / jnp.where(total == 0, 1, total))
+
+
+def _softmax_formula(dy, y, where, *, axis):
+    arrays = upcast(select(where, dy, 0)), upcast(y)
+    sums = (jnp.sum(a, axis=axis, keepdims=True) for a in _softmax_terms(*arrays))
+    return _softmax_combine(*arrays, *sums).astype(y.dtype), None
+
+
+def _softmax_kernel(dy, y, where, *, axis):
+    arrays = select(where, dy, 0), y
+    return elementwise(_softmax_combine, *arrays, *sum_over(_softmax_terms, *arrays, axes=axis)), None
+
+
+_softmax_forward = functools.partial(_normalised, jax.nn.softmax, 0.0)
+_SOFTMAX = fused_pair(
+    _softmax_forward,
+    {"xla": _softmax_formula, "pallas": _softmax_kernel},
+    save=_softmax_save,
+    name="softmax",
+    default=AUTODIFF_ON_CPU,
+    default_vjp=AUTODIFF_ON_CPU,
+)
+
+
+def _log_softmax_formula(dy, x, where, *, axis):
+    # y has too few digits in half precisions, so the backward computes the softmax from x.
+    (wide_x,) = barriers.recomputed(upcast(x))
+    e, total = exponentials(exclude(where, wide_x, axis), axis)
+    dy = upcast(select(where, dy, 0))
+    dx = dy - e * (jnp.sum(dy, axis=axis, keepdims=True) / total)
+    return select(where, dx.astype(x.dtype), 0), None
+
+
+def _log_softmax_gradient(dy, x, largest, total, dy_sum):
+    return dy - jnp.exp(x - largest) / total * dy_sum
+
+
+def _log_softmax_kernel(dy, x, where, *, axis):
+    x, dy = exclude(where, x, axis), select(where, dy, 0)
+    dy_sum = sum_over(lambda dy: dy, dy, axes=axis)
+    dx = elementwise(_log_softmax_gradient, dy, x, *largest_and_total(x, axis), dy_sum)
+    return select(where, dx, 0), None
+
+
+_LOG_SOFTMAX = fused_pair(
+    functools.partial(_normalised, jax.nn.log_softmax, -math.inf),
+    {"xla": _log_softmax_formula, "pallas": _log_softmax_kernel},
+    name="log_softmax",
+    default=AUTODIFF_EVERYWHERE,
+    default_vjp=AUTODIFF_ON_CPU,
 )
 
 
@@ -323,7 +359,10 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, where y is the softmax of x."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ / Σⱼ yⱼ)`, where y is the softmax of x in x's dtype.
+
+    The sum `Σⱼ yⱼ` is 1 except for rounding.
+    """
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 

@@ -43,12 +43,12 @@ def test_any_shape_works(shape, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_relu_keeps_its_result_which_the_next_layer_keeps_too(implementation):
-    def gradients_later(x, w):
-        return jax.vjp(lambda x, w: linear(relu(x, implementation=implementation), w), x, w)[1]
+    assert _kept(lambda x, w: linear(relu(x, implementation=implementation), w)) == 1
 
-    program = jax.make_jaxpr(gradients_later)(jnp.ones((64, 32)), jnp.ones((2, 32)))
-    kept = {variable for variable in program.jaxpr.outvars if variable.aval.size == 64 * 32}
-    assert len(kept) == 1
+
+def _kept(layers):
+    program = jax.make_jaxpr(lambda x, w: jax.vjp(layers, x, w)[1])(jnp.ones((64, 32)), jnp.ones((2, 32)))
+    return len({variable for variable in program.jaxpr.outvars if variable.aval.size == 64 * 32})
 
 
 @pytest.mark.parametrize("name", ["gelu", "mish"])
@@ -56,3 +56,16 @@ def test_the_default_on_a_gpu_keeps_only_x_for_the_backward(name, on_hopper):
     x = jax.ShapeDtypeStruct((2, 128), jnp.float32)
     _, backward = jax.eval_shape(lambda x: jax.vjp(getattr(jaxbp, name), x), x)
     assert sum(a.size for a in jax.tree.leaves(backward)) == x.size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@every_implementation
+def test_a_constant_cotangent_of_a_softmax_has_the_gradient_zero(dtype, implementation):
+    x = jnp.linspace(-4, 4, 48, dtype=dtype).reshape(3, 16)
+    dx = jaxbp.softmax_backward(jnp.full_like(x, 3), x, implementation=implementation)
+    assert jnp.max(jnp.abs(dx)) <= 6 * jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_a_softmax_keeps_its_result_which_the_next_product_keeps_too(implementation):
+    assert _kept(lambda x, w: linear(jaxbp.softmax(x, implementation=implementation), w)) == 1
