@@ -39,8 +39,8 @@ ADD_IN_HALF = {
 """Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes of an op's computations of each kind in `PRIMITIVES`, of its "results", and of the arrays "kept"
-for the backward. An input of the op that is kept counts as "inputs"."""
+"""The floating dtypes of each kind of computation in `PRIMITIVES`, of an op's "results", and of the arrays "kept" for
+its backward, where "inputs" stands for kept inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -48,8 +48,8 @@ for the backward. An input of the op that is kept counts as "inputs"."""
 
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
-    """Use all cases of the op's catalogue entry. Backwards, and ops that run another op's kernels, use only the small
-    case."""
+    """Return the dtypes in all cases of the op's catalogue entry, or only in its small case for backwards and for ops
+    that run another op's kernels."""
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
         _walk_case(entry, case, implementation, dtype, dtypes)

@@ -30,7 +30,6 @@ def _visit(translator: HTML5Translator, node: Element) -> None:
 
 
 def _for_docutils(tex: str) -> str:
-    """Rewrite a formula for docutils, which draws the subscript of an accented letter below the letter, and prints the
-    backslash of `\\_` in words."""
+    """Avoid two faults of docutils: subscripts below accented letters, and the printed backslash of `\\_`."""
     tex = ACCENT_WITH_INDEX.sub(r"\1{}_", tex)
     return WORD.sub(lambda word: word[0].replace(r"\_", "_"), tex)

@@ -1,9 +1,8 @@
 """Write the tables and charts of the documentation from the measured runs in docs/results/.
 
-    python docs/tables.py            # rewrite stale pages and charts
-    python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any
+With `--check`, list stale pages and charts instead. The exit code is then 1 if there are any.
 
-Pages have a table between `<!-- table: works backwards op=conv2d_* -->` and `<!-- end -->`. `works` is a key of
+A page has a table between `<!-- table: works backwards op=conv2d_* -->` and `<!-- end -->`. `works` is a key of
 `TABLES`, and `backwards` is a pattern of names in docs/results/. `op=` keeps the rows whose op matches. Other options
 go to the function of the table.
 """
@@ -69,7 +68,7 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(described: set[str], kind: str, *words: str) -> str:
-    """Return the table of a mark, and describe its result files that are not yet in `described`."""
+    """Return a table of this kind, and describe its result files that are not yet in `described`."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}

@@ -2,7 +2,7 @@
 
     dx[n] = Σ_k dy[n, k] w[k]²   ->   \\mathit{dx}_{n} = \\sum_{k} \\mathit{dy}_{n, k}\\,w_{k}^{2}
 
-Other text, such as a function call, stays code.
+Text that is not a formula, such as a function call, stays code.
 """
 
 import re

@@ -42,9 +42,9 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
+    """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one `Place`.
 
-    A row is a vector along the last axis. Each figure is the quantile `NEARLY_ALL` over the rows of all draws.
+    A row is a vector along an array's last axis. Each figure is a quantile over the rows of all draws.
 
     Attributes:
       result: "value" and a result's index, or "gradient in" and an argument's name.
@@ -191,8 +191,7 @@ class _Errors(NamedTuple):
 def _errors(dtype, actual, native, exact, by_formula):
     """Return a result's errors at one location, or None if no exact value fits in the dtype.
 
-    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed. If autodiff
-    is inaccurate, the median replaces the quantile, because `excess` is large where autodiff is right by chance.
+    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
@@ -203,6 +202,7 @@ def _errors(dtype, actual, native, exact, by_formula):
     )
     least = ROUNDINGS[dtype] * float(limits.eps) / 2 * size + float(limits.tiny)
     excess = np.where(of_native < size, error / (np.maximum(ALLOWED * of_native, least) + unknown), 0.0)
+    # Where autodiff is inaccurate, a few of its rows are right by chance, and give a large excess.
     quantile = NEARLY_ALL if np.quantile(of_native / least, NEARLY_ALL) <= 1 else 0.5
     size = np.where(size == 0, 1.0, size)
     return _Errors(*(float(np.quantile(a, quantile)) for a in (error / size, of_native / size, excess)))

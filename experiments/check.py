@@ -1,9 +1,4 @@
-"""Check the ops of jaxbp against finite differences, in every implementation.
-
-python -m experiments.check                                  # the whole catalogue, in float32
-python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
-python -m experiments.check --accuracy                       # errors against float64
-"""
+"""Check the ops of jaxbp against finite differences, in every implementation."""
 
 import dataclasses
 import functools

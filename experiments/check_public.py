@@ -1,6 +1,5 @@
 """Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
 
-python -m experiments.check_public                           # functions of all installed packages
 python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 """
 

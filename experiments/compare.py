@@ -1,8 +1,4 @@
-"""Compare the implementations of jaxbp's ops in an experiment.
-
-python -m experiments.compare lenet                          # prints tables
-python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
-"""
+"""Compare the implementations of jaxbp's ops in an experiment: see docs/tutorial.md."""
 
 import dataclasses
 import functools

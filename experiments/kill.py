@@ -1,8 +1,4 @@
-"""Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run.
-
-python -m experiments.kill                                   # LeNet on the digits, killed 50 times
-python -m experiments.kill logic --kills 10 --epochs 60
-"""
+"""Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run."""
 
 import contextlib
 import dataclasses

@@ -8,13 +8,11 @@ separately, because XLA's memory pool would hide accesses beyond its end. `--att
 sometimes die at exit or hang in XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
-    explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
-    found              the tool reported another finding
+    explained          all findings match `EXPLAINED`, whose findings are harmless or not caused by jaxbp
+    found              another finding (exit code 1)
     crashed at exit    the process died after all kernels had run, with explained findings at most
-    failed             a kernel did not run, or the tool printed no summary
-    timed out          the process exceeded the time limit, with explained findings at most
-
-The exit code is 1 after "found", "failed", or "timed out".
+    failed             a kernel did not run, or the tool printed no summary (exit code 1)
+    timed out          the process exceeded the time limit, with explained findings at most (exit code 1)
 """
 
 import collections
@@ -39,7 +37,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A finding that is not a mistake of jaxbp, with patterns for the beginnings of its op, kernel, and text."""
+    """A finding that is not a mistake of jaxbp. Its op, kernel, and text begin with these patterns."""
 
     name: str
     reason: str
@@ -78,7 +76,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""A finding: one line, and the indented lines after it."""
+"""A finding in a tool's output: one line, and the indented lines after it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
 FOUND = 99

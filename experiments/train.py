@@ -1,9 +1,4 @@
-"""Train a model from the command line.
-
-python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
-python -m experiments.train logic --json logic.json          # also writes a result file
-python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
-"""
+"""Train a model from the command line, as docs/runs.md describes."""
 
 import argparse
 import contextlib
@@ -42,7 +37,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Module per experiment. Its `report` writes `FILES` into the run directory, and returns lines to print."""
+"""A module per experiment. Its function `report` writes `FILES` into the run directory, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -131,7 +126,7 @@ def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
     With `--resume` and `--run-dir`, omitted settings come from the saved run. Raise UserError if no run is saved, or if
-    it has other settings, except for fewer epochs. Invalid arguments raise SystemExit.
+    its settings differ. `--epochs` may increase. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -176,7 +171,7 @@ def train(config: TrainingConfig) -> Metrics:
 
     Raises:
       UserError: for invalid data or settings, or a run directory with other settings.
-      BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
+      BrokenRun: if another process uses the run directory, or if the directory is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
       Stopped: after Ctrl-C. The curves are drawn first.
     """

@@ -50,7 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. XLA's code is not optimized, to save time.
+# Autotuning would run programs.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -81,8 +81,8 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Return the number of kernels. Without kernels, the program is only lowered. A compiler that refuses raises an
-    error, or LLVM ends the process."""
+    """Return the number of compiled kernels. A program without kernels is only lowered. A compiler that refuses a
+    kernel raises an error, or LLVM ends the process."""
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)

@@ -45,7 +45,6 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """The checkerboard heals from the left. Channel 1 is 0 only beyond the grid."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])
@@ -60,7 +59,6 @@ def checkerboard_target(height, width):
 def random_circuit(channels, widths, seed=0):
     random, layers, reads = np.random.default_rng(seed), [], 9 * channels
     for i, gates in enumerate([*widths, channels]):
-        # Most functions depend on both inputs, so that states do not die out.
         layers.append(
             (random.choice([*range(16), 1, 6, 7, 6, 9, 14], gates), Wires.random(reads, gates, seed=seed + i))
         )

@@ -56,7 +56,6 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Tests of an op or family share compiled programs.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
@@ -140,7 +139,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """One set of tolerances then holds on every platform."""
+    """Without TF32, one set of tolerances holds on every platform."""
     with jax.default_matmul_precision("highest"):
         yield
 

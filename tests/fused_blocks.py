@@ -46,7 +46,7 @@ def with_exact(forward, window=(2, 2), config=None):
 
 
 def simulate(kernel, *arrays):
-    """With two multiprocessors, a CTA computes several tiles."""
+    """Run a kernel for two multiprocessors, so that a CTA computes several tiles."""
     with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
         return jax.block_until_ready(kernel(*arrays))
 

@@ -87,7 +87,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare an op with its twin in JAX or Flax, which computes in float64. One program runs all `implementations`."""
+    """Compare an op with the same function of JAX or Flax in float64. One program runs all `implementations`."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     ops = {name: functools.partial(op, implementation=name) for name in implementations or ()} or {"op": op}
@@ -166,7 +166,6 @@ def op_of(name, place, implementation):
 
 @functools.cache
 def compiled(name, place, implementation):
-    """An interpreted kernel compiles slowly."""
     return value_and_gradients(op_of(name, place, implementation))
 
 
@@ -179,7 +178,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def _draw(argument, random, batch, dtype):
-    """JAX would compile its generators for every shape."""
+    """Draw with NumPy, because JAX would compile its generators for every shape."""
     if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
@@ -231,8 +230,8 @@ def last_program_first():
 
 
 def poison_memory():
-    """Fill the memory of the next results with NaN, which shows elements that no kernel writes."""
-    # One gibibyte, because twelve processes share a GPU with 80 GB.
+    """Fill the memory of the next results with NaN, so that elements that no kernel writes are found."""
+    # One gibibyte, because twelve processes share a GPU.
     jax.block_until_ready([jnp.full(1 << 26, jnp.nan) for _ in range(4)])
 
 
@@ -247,7 +246,7 @@ def kernel_results(function, *arrays):
 
 @contextlib.contextmanager
 def skipped_outputs(module, *indices):
-    """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros."""
+    """Return a context in which the kernels of a module skip `out[i]` for these indices i, and return zeros."""
 
     def skipping(*arrays, out, skippable=(), **options):
         if not {*indices} <= {*skippable}:

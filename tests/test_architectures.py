@@ -68,7 +68,7 @@ def _case(name, place, implementation, dtype="float32"):
 
 
 def _all_of(cases):
-    """XLA takes longer for many programs than for one of the same size."""
+    """Join the cases, because XLA takes longer for many programs than for one of the same size."""
     functions, arguments = zip(*itertools.starmap(_case, cases), strict=True)
     return lambda *of_each: [f(*a) for f, a in zip(functions, of_each, strict=True)], arguments
 
@@ -117,7 +117,7 @@ def _programs(architecture):
             # None leaves some ops to XLA on GPUs other than Hopper.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
-            # Only this op's Hopper kernel refuses float32.
+            # The Hopper kernel of this op refuses float32.
             elif name == "conv2d_relu_max_pool2d":
                 cases.extend((place, "bfloat16", "default") for place in ENTRIES[name].real)
             for case in cases:

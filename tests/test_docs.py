@@ -147,7 +147,7 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
     text = "".join(formula_sheet.pages().values())
     typed = [code for code in re.findall(r"`([^`]*)`", text) if re.search(r" = |Σ", code)]
     assert text.count("$") > 200
-    # The rest are calls by name, and indices that only NumPy supports.
+    # Calls by name, and indices that only NumPy supports, remain code.
     assert all("(" in code or "[" in code for code in typed) and len(typed) <= 5, typed
 
 

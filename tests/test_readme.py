@@ -76,7 +76,6 @@ def test_files_that_it_links_to_or_names_are_there(document):
     text = re.sub(r"^\*Not measured yet.*$", "", document.read_text(), flags=re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     named = re.findall(r"`((?:docs|experiments|jaxbp|pallas_kernels|tests)/[\w/.]*)`", text)
-    # Pages of the lab name files as they were at the time.
     named = [] if document.is_relative_to(DOCS / "lab") else named
     paths = [document.parent / link for link in links] + [ROOT / name for name in named]
     assert paths

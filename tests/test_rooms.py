@@ -37,7 +37,7 @@ def module_of(path):
 
 
 def circle(graph):
-    """Return modules that import each other in a cycle, the first one twice, or []."""
+    """Return modules that import each other in a cycle, with the first module also last, or []."""
     finished, trail = set(), []
 
     def visit(module):

@@ -1,4 +1,4 @@
-"""Tables of the bench: times of workloads, and ratios between them."""
+"""Tables of the bench: times of workloads, and ratios of times."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
 }
-"""Optional columns of `works`: the heading, and the cell of a workload's rows."""
+"""Optional columns of `works`: the heading, and a function from a workload's rows to the cell."""
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
@@ -38,8 +38,8 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table of times, with one column per implementation or variant of a peer, and `columns`, keys of
-    `COLUMNS`. Leave out workloads without a row of jaxbp."""
+    """Return a table of the times of each implementation and peer, and of `columns`, keys of `COLUMNS`. Leave out
+    workloads without a row of jaxbp."""
     groups = [(title, group) for title, group in works_of(all_rows(reports)) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)

@@ -8,7 +8,7 @@ from figures.measurements import Report, Reports, Row, grouped, rows_of, time, w
 
 WHY = "why not faster"
 PUBLISHED = "published automaton"
-"""A peer whose recorded version is JAX's, because it is not a package."""
+"""A peer that is not a package, and has JAX's version."""
 
 
 def number(value: float | None) -> str:
@@ -57,10 +57,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Move the words that all titles begin with, and the batch of most titles, to a heading.
-
-    Return the heading, and the shorter titles.
-    """
+    """Return a heading with the words that all titles begin with and the batch of most titles, and the shorter titles."""
     heading, note = "workload", ""
     for pattern in (r", batch [\d,]+$", ", batch last$"):
         batches = Counter(match[0] for title in titles if (match := re.search(pattern, title)))

@@ -22,7 +22,7 @@ STYLE = """
 """Pictures have a background, because the page may have another color scheme than the browser."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
-"""Pixels: widths of the picture, of the names, and of the space right of the longest bar; height of a bar."""
+"""Pixels: widths of the picture, the names, and the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
 """CSS class, two ends as fractions of the axis, text after the bar."""

@@ -9,7 +9,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
-"""The first of these implementations with a time represents jaxbp."""
+"""jaxbp's time is from the first of these implementations that has one."""
 HOST_BOUND = 0.05
 """The same number as in experiments/bench/report.py."""
 
@@ -78,7 +78,7 @@ EXACT = 1e-5
 def products(row: Row | None) -> str:
     """Return the precision of a row's matrix products, or "".
 
-    jaxbp may use TF32 only at large batches. An error measured at a smaller batch therefore does not prove exactness.
+    jaxbp may use TF32 only at large batches, so a small error at a smaller batch does not prove exactness.
     """
     if row is None or not has_products(row):
         return ""

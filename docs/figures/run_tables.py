@@ -99,8 +99,8 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def profile(reports: Reports) -> str:
-    """Show each kernel with at least `LEAST_SHARE` of its workload's time: the sum of its launches' times, and averages
-    weighted by time."""
+    """Show the sum of each kernel's times, and averages weighted by time. Leave out kernels with less than `LEAST_SHARE`
+    of their workload's time."""
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():
         lines += profile_of(rows)
@@ -246,8 +246,8 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and the
-    batch for 95% efficiency, by the model in docs/benchmarks/devices.md."""
+    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and to the
+    batch for 95% efficiency. docs/benchmarks/devices.md has the model."""
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
     longer = [row["mesh"] - row["alone"] for row in rows]

@@ -1,10 +1,7 @@
 """Time the ops of jaxbp and training steps.
 
-    python -m experiments.bench                                   # everything
-    python -m experiments.bench logic-conv:mnist-m --batch 128    # at one size
-
-docs/benchmarks.md has more commands, and defines the figures. `implementation="pallas"` has no row without a GPU, or if
-the workload launches no kernel of jaxbp.
+docs/benchmarks.md has commands, and defines the figures. `implementation="pallas"` has no row without a GPU, or if the
+workload launches no kernel of jaxbp.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 

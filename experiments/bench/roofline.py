@@ -1,8 +1,8 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each count
-at the rate of a copy, and the remaining bytes at the rate of only reading or only writing. These rates depend on the
-working set, the number of bytes that a program touches.
+docs/benchmarks.md defines the roofline. If a workload reads r bytes and writes w bytes, a copy of min(r, w) bytes
+counts at the rate of copies. The other |r - w| bytes count at the rate of only reading or only writing. Rates depend on
+the working set, the number of bytes that a program touches.
 """
 
 import functools
@@ -49,10 +49,7 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline of one call in a program that touches `working_set` bytes.
-
-    `rates` is the result of `measured_rates`.
-    """
+    """Return the roofline of one call in a program that touches `working_set` bytes, with rates of `measured_rates`."""
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
     # Only reading, or only writing, is at least as fast as a copy. A lower measured rate is noise.

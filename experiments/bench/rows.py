@@ -105,7 +105,6 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Compile each implementation and baseline, one after another."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):

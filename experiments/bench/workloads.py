@@ -31,9 +31,9 @@ class Workload:
       batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. The implementation may be a function of `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. In
+      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. For
         training steps, `implementation` is the optimizer's, and "autodiff" means Optax.
-      steps: training steps per program, which takes a single set of arguments. None for an op.
+      steps: the number of training steps per program, which takes a single set of arguments. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size for the comparison with float64 on the CPU.
       baselines: functions in plain JAX, by the name of their row, which starts with "autodiff".
@@ -61,7 +61,7 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op. A forward's workload also computes the gradient."""
+    """A forward's workload also computes the gradients."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):

@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed for the start state, and the number of the optimizer step. A batch's first seed also determines
-which cells fire and which gates are hard.
+An example has a seed for the start state, and the number of the optimizer step. The first seed of a batch also
+determines which cells update in each tick, and which gates are hard.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class AutomatonConfig(TrainingConfig):
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
-    """One random key per batch draws the hard gates and the firing cells."""
+    """False, because one random key per batch draws the hard gates and the cells that update."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]
@@ -84,7 +84,7 @@ class AutomatonConfig(TrainingConfig):
     hardening: ClassVar[tuple[int, int] | None] = None
     """The updates and epochs for `recipe="hardening"`. None: the published numbers."""
     stands: ClassVar[bool] = False
-    """Whether the state must still be correct after `steps` further ticks."""
+    """Whether the state must still be correct after another `steps` ticks."""
     test_examples: ClassVar[int] = 32
     trials: ClassVar[int] = 256
     """The number of unseen start states in the final test."""
@@ -210,7 +210,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field` at an update. It grows linearly from 0 after the share `hard_from` of updates."""
+        """Return the setting `field` at an update. It grows linearly from 0 after a share `hard_from` of updates."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

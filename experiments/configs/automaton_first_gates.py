@@ -13,9 +13,9 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b: one array per perception layer, and one per update layer."""
+"""Arrays that are true where a gate passes on its input b: one per perception layer, and one per update layer."""
 MOST_DRAWS = 20_000
-"""The checkerboard needs about 400."""
+"""Limit of attempts. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
 
 
@@ -35,9 +35,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the number of wrong cells if the last tick applies the best function of a cell's 3 x 3 neighborhood.
+    """Return the least number of wrong cells after ticks that move values as drawn.
 
-    The earlier ticks move values as drawn. No function is right for equal neighborhoods with different targets.
+    The last tick may apply any function of a cell's 3 x 3 neighborhood. Equal neighborhoods with different targets make
+    it wrong.
 
     Args:
       start: `(height, width, channels)`.
@@ -63,7 +64,7 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, per channel, the channel and the cell of the 3 x 3 neighborhood from which it takes its value."""
+    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) from which it takes its value."""
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]

@@ -156,7 +156,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. A field that an older version lacked gets its default."""
+    """Invert `to_dict`. A field that `saved` lacks gets its default."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")

@@ -29,8 +29,8 @@ RECIPES: dict[DatasetName, Recipe] = {
 class GateConfig(ImageConfig):
     """A network of logic gates on images of bits.
 
-    In training, each gate mixes all logic functions. The evaluation uses hard gates: only the function with the largest
-    weight.
+    In training, each gate mixes all logic functions. The evaluation uses hard gates, which compute only the function
+    with the largest weight.
     """
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")

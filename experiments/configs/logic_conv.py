@@ -1,7 +1,7 @@
 """The experiment `logic-conv`.
 
 A kernel is a tree of 7 logic gates. With k kernels in the first convolution, the network `MNIST` has 8939 k gates,
-counted at every position, and 657 k more in the or-pools, which take maxima over 2 x 2 positions:
+counted at every position, and 657 k more in its or-pools:
 
     size s (k = 16)     143,024 and 10,512      published: 147,000
     size m (k = 64)     572,096 and 42,048      published: 566,000

@@ -20,10 +20,8 @@ def distort(
 ) -> Float[Array, "batch channels height width"]:
     """Distort each image by a smooth random field of displacements.
 
-    Displacements at `knots * knots` points have the standard deviation `pixels`, and are interpolated cubically.
-
-    Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
-    ICDAR 2003. The paper smooths noise instead.
+    Displacements at `knots * knots` points have the standard deviation `pixels`, and are interpolated cubically. The
+    source smooths noise instead: P. Simard et al., ICDAR 2003.
     """
     batch, _, *size = images.shape
     at_knots = pixels * jax.random.normal(key, (batch, 2, knots, knots))

@@ -83,12 +83,12 @@ def load(
 
     Args:
       data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing files of MNIST and
-        Fashion-MNIST are downloaded, but not CIFAR-10's.
+        Fashion-MNIST are downloaded.
       mirrors: base addresses for downloads, tried in this order.
       md5: the MD5 checksums of downloaded files, by name.
 
     Raises:
-      UserError: for an unknown name, or a file with corrupt or wrong content.
+      UserError: for an unknown name or a corrupt file.
       FileNotFoundError: if a file is missing and cannot be downloaded.
     """
     if name == "digits":

@@ -25,10 +25,10 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""Each program runs on every kind of data, because compiling takes longer than running.
+"""The kinds of data. Each program runs on all of them, because compiling takes longer than running.
 
 "with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
-cotangents to 0.
+cotangents' elements to 0.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
@@ -51,7 +51,7 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the op's arguments. Floats are of the given kind. Integers are equal in every draw."""
+        """Draw the op's arguments. Floats are of the kind in `DATA`. Integers are the same in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -114,7 +114,7 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program has no second derivatives. At infinities, they depend on how a formula is written."""
+        """Whether the program has no second derivatives, which at infinities depend on how a formula is written."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property

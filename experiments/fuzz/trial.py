@@ -17,7 +17,7 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""Strict enough to find formulas that lose digits."""
+"""A tolerance that is strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16."""
 HEADROOM = 4
@@ -68,10 +68,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return `exact`, autodiff's float64 results, with the value of `ours` where `exact` is NaN or `ours` may overflow.
-
-    Where `exact` is NaN, a better formula may give a number.
-    """
+    """Return autodiff's float64 results `exact`, replaced by `ours` where `exact` is NaN or `ours` may overflow."""
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)
     return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)

@@ -42,7 +42,7 @@ class Outcome:
     """The outcome of one case.
 
     Attributes:
-      draw: the index of its kind of data in `DATA`.
+      draw: the index of the case's kind of data in `program.DATA`.
       message: what is wrong, `REFUSED` if a kernel does not support the case, or None.
       lines: code that reproduces a failure.
     """
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw, and after a failure also a reduced case's outcome if there is one."""
+    """Yield one outcome per draw, and after a failure also the outcome of a reduced case, if one still fails."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -19,7 +19,7 @@ from jaxbp.catalogue import Entry
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
 """Fewer locations and draws, for convolutions and for kernels without a GPU."""
 MORE = 8
-"""The factor for the number of draws in a second measurement."""
+"""The factor for the number of draws when a too large error is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -31,7 +31,7 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Print and save the worst error per op, dtype, and implementation. Return whether all errors are allowed.
+    """Print and save the worst error of each op per dtype and implementation. Return whether all errors are allowed.
 
     Rows in the file `path` whose errors are allowed are not measured again.
     """
@@ -68,7 +68,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure the errors at all locations, and errors that are too large again with more draws."""
+    """Measure the errors at all locations. Measure errors that are too large again, with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):

@@ -32,7 +32,7 @@ class Stopped(KeyboardInterrupt):
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(parsed, command)` with the command as text, and return the exit code.
+    """Parse the command line, call `run(parsed, command line)`, and return the exit code.
 
     Args:
       config: the dataclass of the settings, or a union of dataclasses, one per subcommand.

@@ -1,11 +1,11 @@
 """The fields of every result file, a JSON object that a command writes.
 
 date       ISO 8601, UTC
-commit     Git's short hash, with `+` if tracked files differ; null if unknown
+commit     Git's short hash, with `+` if tracked files have changed since; null if unknown
 device     JAX's name for the kind of device
 platform   "cpu", "gpu", ...
 versions   of Python, jaxbp, and the packages that jaxbp uses
-note       further information; optional
+note       optional text
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
 
-A dense layer of the model is `linear(h, w, b) + linear(linear(h, down), up)`. The arrays down and up are an adapter
-(LoRA, E. Hu et al., arXiv:2106.09685). The other parameters are frozen. Each row is for a program that computes the
-gradients of the `wanted` parameters: "adapters", or "all".
+A dense layer of the model is `linear(h, w, b) + linear(linear(h, down), up)`. The matrices `down` and `up` are an
+adapter (LoRA, arXiv:2106.09685). The field `wanted` says whether a program computes the gradients of the "adapters" or
+of "all" parameters.
 """
 
 import argparse

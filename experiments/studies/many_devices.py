@@ -3,7 +3,7 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-docs/benchmarks/devices.md describes the measurements. `compile` compiles for eight H200 GPUs, which may be absent.
+docs/benchmarks/devices.md describes the measurements. `compile` compiles for eight H200 GPUs, even if absent.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Building the functions runs code, which is impossible inside `with`, because the GPUs are absent.
+    # Building the functions runs code. Inside `with`, no code can run, because the GPUs are absent.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):

@@ -3,9 +3,8 @@
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
-The defaults are float32, `implementation="pallas"`, and `precision="default"`. The result file has one row per launch
-of jaxbp's kernels, of cuBLAS, and of CUTLASS, and with `implementation=None` also of XLA's fusions.
-docs/benchmarks/profiles.md describes the fields.
+The defaults are float32, pallas, and default. The result file has one row per launch of a kernel of jaxbp, cuBLAS, or
+CUTLASS, and with the implementation None also of XLA's fusions. docs/benchmarks/profiles.md describes the fields.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-The page's code defines the kernels in `STEPS`. The roofline is the least time in which this GPU can read dy, x, scale,
-and inv, and write dx and dscale.
+The page's code defines the kernels. The roofline is the least time in which this GPU reads a kernel's arguments and
+writes its results.
 """
 
 import argparse

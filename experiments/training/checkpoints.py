@@ -34,13 +34,13 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint after an epoch. The checkpoint of epoch 0 has the initial state.
+    """The checkpoint after an epoch. Epoch 0 has the initial state.
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
       constants: the checksum of the model's untrained variables, or None if there are none.
       files: the checksum of each file, by its path within `state/`.
-      folder: the folder of all checkpoints.
+      folder: the folder of all the run's checkpoints.
     """
 
     epoch: int
@@ -189,7 +189,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`, with the structure of `like`. Raise BrokenRun as `check_like` does."""
+    """Invert `to_arrays`, with the structure of `like`. Raise the errors of `check_like`."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
@@ -197,7 +197,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
-    Check `Checkpoint.shapes` before reading arrays: a small file can claim a huge array.
+    Pass `Checkpoint.shapes` before reading any array, because a small file can claim a huge array.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):

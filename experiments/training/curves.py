@@ -37,7 +37,7 @@ def draw(
     loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # A logarithmic axis cannot show 0. An epoch without mistakes is drawn with half a mistake.
+    # A logarithmic axis cannot show 0, so an epoch without mistakes counts half a mistake.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
     for axes in scale:

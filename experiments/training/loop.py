@@ -60,7 +60,7 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """The largest number of consecutive skipped steps. Far fewer reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run with a larger mean loss or parameter has diverged. A network of gates can diverge with a small loss."""
+"""A run with a larger mean loss or parameter has diverged. Networks of gates can diverge with a small loss."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between two runs with the same settings."""
 
@@ -193,7 +193,7 @@ def train_epoch(
     augment: Augment | None = None,
     share: Share = lambda batch: batch,
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
-    """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
+    """Train for one pass over the N examples `inputs` and `targets`, in an order that depends on `key` and `epoch`.
 
     The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
 
@@ -204,7 +204,7 @@ def train_epoch(
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # The order uses `fold_in(key, epoch)`. The epoch's complement gives different keys.
+    # The complement `~epoch` gives other keys than the order of the examples.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -242,7 +242,7 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over `inputs (N, ...)`, the number of correct predictions, and the predictions."""
+    """Return the mean loss over the inputs, the number of correct predictions, and the predictions."""
     batches = -(-len(inputs) // batch_size)
     # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)

@@ -35,7 +35,7 @@ INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
-"""Seconds in which a process notices that another process has ended."""
+"""Seconds within which a process notices that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
@@ -50,7 +50,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse --coordinator, --process, and --processes. Return None if there are none."""
+        """Parse --coordinator, --process, and --processes. Return None if all are omitted."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -74,7 +74,7 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Process 0 sends its `settings`, one line of text. If its command returns 0, all processes exit with 0. If a process
+    Process 0 sends `settings`, one line of text. If its command returns 0, all processes exit with 0. If a process
     disappears, all others exit with 1.
     """
     if place.process:
@@ -224,8 +224,8 @@ def _call(place):
         settings = _line(link, SETTINGS_BYTES, START_SECONDS)
     except OSError as error:
         raise ConnectionError(
-            f"process 0 sent no settings; wants process 0 running, with the value of {TOKEN} that this process has "
-            f"({error})"
+            f"process 0 sent no settings ({error}); wants process 0 to run with the same value of {TOKEN} as this "
+            "process"
         ) from None
     return {0: _lasting(link)}, settings
 

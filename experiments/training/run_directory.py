@@ -1,6 +1,6 @@
 """The directory of a run, and how a run resumes after an interruption or damage. docs/runs.md lists the files.
 
-A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ.
+A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ from it.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class RunDirectory:
         """If the config sets `resume`, lock the directory and open its run. Otherwise, `begin` creates a run.
 
         Raises:
-          UserError: if no run can resume, its settings differ, or a new run's directory is not empty.
+          UserError: if there is no run to resume, if its settings differ, or if a new run's directory is not empty.
           BrokenRun: if every checkpoint is corrupt, or if another process uses the directory.
         """
         if not self.config.resume:
@@ -187,7 +187,7 @@ class RunDirectory:
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove files of killed processes. Rewrite settings and metrics that differ from the checkpoint."""
+        """Remove files of killed processes. Rewrite files of settings and metrics that differ from the checkpoint."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -207,7 +207,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Raise BrokenRun if an epoch or a field is missing, or a field is unknown."""
+    """Raise BrokenRun unless the metrics have every epoch and exactly the known fields."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

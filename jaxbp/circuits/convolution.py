@@ -123,7 +123,9 @@ def convolution_of(
     places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
     if any(n < p for n, p in zip(places, pool, strict=True)):
         found, least = sizes_text(np.maximum(places, 0)), sizes_text(pool)
-        raise ValueError(f"{op} has {found} positions; wants at least {least}, the size of the pool's window")
+        raise ValueError(
+            f"{op} has an output of {found} positions; wants at least {least}, the size of the pool's window"
+        )
     return Convolution(gates, wires, shape, stride, padding, pool)
 
 

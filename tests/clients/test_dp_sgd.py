@@ -1,5 +1,3 @@
-"""JAX's DP-SGD, with layers of `jax.example_libraries.stax`."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""Flax's MNIST example, under `nnx.jit`."""
-
 import functools
 
 import optax

@@ -95,8 +95,6 @@ def prepared_once():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyAutomaton(CheckerboardConfig):
-    """Learns within seconds to be on everywhere."""
-
     name: ClassVar[str] = "ca-tiny"
     grid: ClassVar = (4, 3)
     channels: ClassVar = 2

@@ -66,7 +66,7 @@ REDUCING = {
     ),
     "mlp_softmax_cross_entropy": (ENTRIES["mlp_softmax_cross_entropy"], ENTRIES["mlp_softmax_cross_entropy"].small),
 }
-"""Ops that could save rounded values or round the terms of sums."""
+"""Ops in which rounding a saved value or a sum's terms would lose digits."""
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 10.0), ("float32", 1e2)])

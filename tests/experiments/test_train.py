@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
-    # The tests' XLA flags suit brief programs. With their cache, JAX would warn of unfinished programs.
+    # The tests' XLA flags suit brief programs, and their cache causes warnings.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)

@@ -11,7 +11,7 @@ import jaxbp
 from jaxbp import barriers
 
 by_calls = pytest.mark.parametrize("by_calls", [False, True])
-"""Whether a call takes the barrier's place, which works in every version of jaxlib."""
+"""Whether a call replaces the barrier, which works in every version of jaxlib."""
 
 
 @pytest.mark.parametrize("barrier", [barriers.optimization_barrier, barriers.on_cpu])
@@ -26,7 +26,6 @@ def test_equal_computations_on_two_sides_of_a_barrier_are_not_merged(barrier):
 
 
 def test_what_is_checkpointed_is_computed_again_in_the_backward_pass_and_not_before():
-    """Kept are the inputs of 4 segments and 4 layers, a gradient, and one other array."""
     weights, x = jnp.ones((4, 4)), jnp.ones(10_000)
 
     def segment(x, weights):

@@ -41,7 +41,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_mapped_values_and_gradients_are_those_without_a_hand_written_backward(case):
-    """All axes have the same size, so permuted axes do not change the shapes."""
     function, plain, shapes, axis = CASES[case]
     arrays = normal(*shapes)
 

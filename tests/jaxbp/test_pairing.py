@@ -48,7 +48,6 @@ def test_the_forward_is_the_function_itself(pair, implementation):
 
 @every_cube
 def test_gradients_of_order_1_2_and_3_are_right(pair, implementation):
-    # One program for all orders compiles the interpreted kernel once.
     first = jax.grad(total(pair, implementation))
     second = jax.grad(lambda x: jnp.sum(first(x)))
     third = jax.grad(lambda x: jnp.sum(second(x)))

@@ -85,7 +85,7 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Compare the hardened automaton with the Game of Life. Return a dict, and lines to print.
 
-    right  the share of the 512 neighborhoods with a correct next state of the center cell
+    right  the share of the 512 states of 3 x 3 cells after which the center cell is correct
     ticks  the number of ticks from a random board until a cell is wrong
     """
     boards = starts(config, 0, 512)

@@ -40,7 +40,6 @@ def test_lenets_operations_are_those_of_its_layers(workload_at):
 
 
 def test_what_need_not_move_is_not_counted(workload_at):
-    """One gradient of x + y is dy, which exists already."""
     counted = cost(workload_at("add_backward", "bias"), BATCH, "float32")
     assert counted.result_bytes > counted.written_bytes > 0
     assert counted.argument_bytes > counted.read_bytes > 0

@@ -34,7 +34,6 @@ def test_shapes_options_dtypes_and_transformations_vary():
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2e-38), ("float64", 1.5e-154)])
 def test_the_least_number_can_be_held_against_float64(dtype, least):
-    """In float64, the least number's square is not subnormal, so it does not become 0."""
     entry = ENTRIES["kl_divergence"]
     program = Program(entry, entry.small, dtype, "xla", "plain")
     with jax.enable_x64(dtype == "float64"):

@@ -1,4 +1,4 @@
-"""Every file of a run is damaged in every way. The run then resumes to the same bits, or prints a one-line error."""
+"""However a file of a run is damaged, the run resumes to the same bits, or prints a one-line error."""
 
 import errno
 import functools

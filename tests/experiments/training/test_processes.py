@@ -178,7 +178,7 @@ def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
 
 def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch):
     monkeypatch.setenv(TOKEN, "another token")
-    with pytest.raises(ConnectionError, match="with the value of JAXBP_TOKEN that this process has"):
+    with pytest.raises(ConnectionError, match="process 0 to run with the same value of JAXBP_TOKEN as this process"):
         processes._call(Place("127.0.0.1", port, 1, 2))
     monkeypatch.delenv(TOKEN)
     with pytest.raises(UserError, match="JAXBP_TOKEN is not set; wants the token that process 0"):

@@ -50,7 +50,6 @@ WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_a
 
 
 def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
-    """Train a run that dies at a write of this kind, counted from 0."""
     module, name = WRITES[write]
     original, done = getattr(module, name), []
 

@@ -39,7 +39,6 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# test_formulas.py tests entries that differ only in their formula.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
@@ -53,7 +52,7 @@ every_pair_of_ours = pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
 )
-"""Pairs for rules of a transformation that are the same for every kernel. Interpreted convolutions are slow."""
+"""Pairs that suffice where a transformation treats all kernels alike. Interpreted convolutions are slow."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
@@ -162,7 +161,7 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """Yield each pair as a formula, and as kernels where a CPU interprets them quickly."""
+    """Yield (name, implementation) of each pair, with "pallas" only where a CPU interprets the kernels quickly."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
         if name != "automaton_step":
@@ -208,7 +207,7 @@ def test_gpu_kernels_give_the_same_bits_twice(name, place):
 
 
 def _that_fits(name, place, batch):
-    """At the large place, a float64 reference of 17 examples takes 7 GB."""
+    """Limit the batch, because for "cifar-m2" a float64 reference of 17 examples takes 7 GB."""
     return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
@@ -229,8 +228,8 @@ def _check_at_place(name, place, implementation, dtype, batch):
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
-        # A few in a thousand of a hidden layer's rounded ReLU inputs change their sign, where gradients jump. The
-        # error of a bias of ten numbers may differ twofold by chance.
+        # Rounding changes the sign of a few in a thousand inputs of ReLU, where gradients jump. The error of a bias of
+        # ten numbers may then differ twofold by chance.
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
@@ -343,7 +342,6 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
-    # Separate tests would compile the kernels again.
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
@@ -403,7 +401,7 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
         results = program(*placed)
     # Near a tie, float64 may select another maximum than float32.
     assert_close(results, compiled(name, place, implementation)(arrays, cotangents), "float32")
-    # For a formula that reads other gates or cells, XLA gathers their examples.
+    # XLA gathers the examples for formulas that read other gates or cells.
     assert "all-gather" not in program.as_text() or (implementation == "xla" and name in READS_OF_OTHERS)
 
 

@@ -70,7 +70,7 @@ def dtypes_of(tree):
 
 
 def assert_dtypes(name, results, arrays):
-    """A backward's results have the dtypes of the arguments after dy. The gradient of an omitted bias has the dtype of
+    """Gradients must have the dtypes of the arguments after dy. The gradient of an omitted bias must have the dtype of
     the argument before it."""
     if "_backward" not in name or name in WITHOUT_ARGUMENT:
         assert set(dtypes_of(results)) == {FULL}

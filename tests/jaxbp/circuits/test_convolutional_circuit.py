@@ -138,7 +138,6 @@ def test_one_netlist_has_all_places(name):
 
 def test_gates_are_counted_once_a_kernel_and_once_a_place():
     assert FIRST.gates == 5 * 7 + 4 * 3 + 50
-    # Pools cover 6 x 6 of the first layer's 7 x 6 positions, and 2 x 2 of the second layer's 2 x 3 positions.
     assert FIRST.placed_gates == 5 * (36 * 7 + 9 * 3) + 4 * (4 * 3 + 2 * 1) + 50
     (first, second), layers = PARTS["padding and pools that leave a row over"][1:]
     counted = [np.bincount(np.ravel(part[0]), minlength=16).tolist() for part in (first, second, *layers)]
@@ -257,7 +256,8 @@ REFUSED = {
     ),
     "a pool larger than the image": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=(1, 4)))]),
-        "ConvolutionalCircuit: convolution 0 has 3 x 3 positions; wants at least 1 x 4, the size of the pool's window",
+        "ConvolutionalCircuit: convolution 0 has an output of 3 x 3 positions; wants at least 1 x 4, the size of the "
+        "pool's window",
     ),
     "layers that do not join": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=3))], layers(27, 5)),

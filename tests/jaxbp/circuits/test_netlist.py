@@ -82,12 +82,11 @@ def assert_simplified(netlist, before):
             assert netlist.inputs + g in outputs - read
         else:
             assert gate not in (3, 5, 10) and a != b
-    # At most one inverter or constant per output is new.
     assert len(netlist) <= len(before) + len(set(before.results.tolist()))
 
 
 def every_three_gates(inputs, first, second):
-    """The netlist's outputs are h(f(first), g(second)) for every f, g, and h."""
+    """Return a netlist with the outputs h(f(first), g(second)) for all functions f, g, and h."""
     f, g, h = (a.ravel() for a in np.indices((16, 16, 16)))
     one = np.arange(16)
     return Netlist.from_gates(

@@ -149,7 +149,7 @@ CASES = {
     f"{name}-fused" if fused else name: (name, fused)
     for name in jaxbp.IMPLEMENTATIONS
     for fused in (False, True)
-    # LeNet's kernels in one interpreted program would take 0.8 GiB to compile.
+    # LeNet's interpreted kernels would take 0.8 GiB to compile.
     if name != "pallas" or jax.default_backend() == "gpu"
 }
 

@@ -42,7 +42,7 @@ for _name in FORWARDS:
     FAMILIES.setdefault(ENTRIES[_name].function.__module__.rpartition(".")[2], []).append(_name)
 
 OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "dropout"]
-"""Families whose arrays are arranged for a kernel, or have several dtypes."""
+"""Families of ops whose arrays are rearranged for a kernel, or have several dtypes."""
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
@@ -66,8 +66,8 @@ def public_backward(name, implementation, arrays, dy):
 
 @functools.cache
 def compiled_family(family, implementation, public=False):
-    """Return a jitted function whose result maps names to (results, gradients). With `public`, the gradients of the
-    public backward and of the pair follow."""
+    """Return a jitted function whose result maps names to (results, gradients), and with `public` also to the gradients
+    by the public backward and by the pair."""
 
     def one(name, arrays, cotangents):
         y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))

@@ -40,11 +40,11 @@ EXAMPLES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an op, and the same call of its twin in another library.
+    """A call of an op, and the same call of another library.
 
     Attributes:
       arrays: the arguments, whose first axis is the batch.
-      masked: the arrays that the last array, a mask, selects from.
+      masked: the indices of the arrays from which the last array, a mask, selects elements.
       unsupported: why the kernel refuses the call, or None.
     """
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def drawn_mask(*shape):
-    """The mask includes something along every axis."""
+    """Return a mask that selects at least one element along every axis."""
     return jnp.asarray(np.random.default_rng(7).random(shape) < 0.7).at[..., 0].set(True)
 
 
@@ -349,7 +349,7 @@ def test_kernels_refuse_by_name_what_they_do_not_take(name):
 
 
 SLOPES = ("leaky_relu", "elu")
-"""Ops in which a number, even as an array, does not change the dtype."""
+"""Ops in which a scalar, even as an array, does not change the dtype."""
 FLOAT_LABELS = Case(jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, WEIGHTS))
 
 

@@ -38,7 +38,6 @@ def test_implementations_that_compute_the_same_do_not_differ():
 def test_a_difference_is_measured_where_it_is():
     (_, xla) = quickly(WRONG, X, implementations=["xla"]).measured
     assert xla.difference("value", "value").relative == 0
-    # The wrong gradient is 1.5 times as large.
     assert xla.difference("gradient", xla.differences[1].name).relative == pytest.approx(0.5, rel=1e-5)
     assert xla.largest("hessian product").relative == pytest.approx(0.5, rel=1e-5)
 

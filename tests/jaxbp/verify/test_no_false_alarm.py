@@ -131,7 +131,7 @@ ROWS = np.float32([[0.3, -1.2, 0.8, 0.1], [-0.4, 0.9, 1.7, -2.0]])
 _RANDOM = np.random.default_rng(1200)
 _DY, _LOGITS, _INPUTS = (np.float32(1000 * _RANDOM.standard_normal(shape)) for shape in ((1, 1), (1, 16), (1, 2)))
 ONE_GATE = [_DY, _LOGITS, jaxbp.Wires.from_pairs([0], [1], 2), _INPUTS]
-# Correct ops that failed a check in the past.
+# Correct ops that once failed a check.
 ONCE_WRONG = {
     "ties that go to the first": (
         jaxbp.max, [ROWS], dict(axis=1, kink_convention=False, added=["zeros"], seed=2),

@@ -217,7 +217,7 @@ def test_one_element_of_many_is_found_without_an_implementation_to_compare_with(
 
 
 def test_a_gradient_for_an_integer_argument_is_caught_where_jax_refuses_it():
-    """JAX 0.10 ignores such a gradient."""
+    """JAX 0.10 ignores such gradients."""
 
     @jax.custom_vjp
     def take(x, rows):

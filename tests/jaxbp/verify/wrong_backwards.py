@@ -150,7 +150,7 @@ def group_norm_of_last_axis(dy, x):
 
 
 def attention(scores, v):
-    """Compute causal linear attention on two devices. The first has the first and the last row of y."""
+    """Compute causal linear attention on two devices. The first device has the first and last rows of y."""
     y = jnp.tril(scores) @ v
     return jnp.concatenate([y[:1], y[3:], y[1:3]])
 

@@ -49,8 +49,7 @@ def pooled_shapes(block, N=LANES):
     return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
 
 
-# "image" (one CTA for a window's positions) and "lenet1" (two) have tiles of image rows. The other blocks have tiles of
-# rows of the routed gradient.
+# "image" and "lenet1" have tiles of image rows. The other blocks have tiles of rows of the routed gradient.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),

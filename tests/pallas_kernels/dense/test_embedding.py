@@ -7,7 +7,7 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense.embedding import Config, table_gradient
 
 LENGTHS = np.array([3, 0, 21, 1, 4, 70, 29, 64])
-"""Runs of tokens, some longer than a group in flight. A long run has at least 64 tokens."""
+"""The numbers of tokens that select each row of the table. From 64 tokens, a row counts as long."""
 STARTS = np.array([0, *np.cumsum(LENGTHS)], np.int32)
 ORDER = np.random.default_rng(0).permutation(STARTS[-1]).astype(np.int32)
 

@@ -67,8 +67,8 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "sizes"),
     [
-        (256, 192, 128, {}),  # one tile per CTA, so one consumer has none
-        (640, 128, 128, {}),  # two or three tiles per CTA
+        (256, 192, 128, {}),
+        (640, 128, 128, {}),
         (300, 128, 512, dict(cluster=2, raster=2)),  # the last block is not full; several tiles per CTA
         (128, 320, 512, dict(stages=3)),  # the steps are no multiple of the stages
     ],

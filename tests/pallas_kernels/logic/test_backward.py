@@ -15,7 +15,7 @@ from pallas_kernels.logic import backward as kernels
 from pallas_kernels.logic.backward_along_trail import SUM_ROWS, gradients_along_trail
 
 WIRES = {
-    "few consumers": lambda: Wires.unique(6, 6, seed=0),  # at most three
+    "few consumers": lambda: Wires.unique(6, 6, seed=0),
     "many consumers": lambda: Wires.random(3, 10, seed=0),
     "no consumers": lambda: Wires.from_pairs([0, 0, 7], [7, 0, 1], 8),
 }

@@ -60,7 +60,7 @@ def cycles(automaton):
 
 
 def test_the_checkerboard_reads_with_few_conflicts():
-    """Without a new order, reads and sums take 2,360 and 2,100 cycles. Without conflicts, they take 1,280 and 1,060."""
+    """Without reordered rows, reads and sums take 2,360 and 2,100 cycles. Without conflicts, 1,280 and 1,060."""
     reads, sums = cycles(jaxbp.Automaton.create(*CHECKERBOARD, False, seed=0))
     assert reads < 1350
     assert sums < 1600

@@ -17,7 +17,8 @@ def assert_right():
 
 
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
-    """Return (y, statistics) and (gradients, y). The backward gets the statistics if `known`."""
+    """Return the forward's (y, statistics) and the backward's (gradients, y). If `known`, the backward gets the
+    statistics."""
     options = dict(eps=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)

@@ -61,7 +61,7 @@ def test_compiled_layer_by_layer_it_is_the_same_network(peer, workload_of, name,
 
     def traced(layer, **options):
         backends.append(options.pop("backend", "inductor"))
-        compile_layer(layer, backend="aot_eager", **options)  # without the code generation
+        compile_layer(layer, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     workload = workload_of(peer.PARAMETRIZATIONS[name])

@@ -7,7 +7,6 @@ from experiments.bench.peers.tree_layout import from_levels, pairs_of_leaves, to
 
 
 def theirs(x, pairs, levels):
-    """Compute torchlogix's trees of AND and OR."""
     places = np.stack(np.mgrid[:3, :3], axis=-1).reshape(-1, 2)
     row, column, channel = np.moveaxis(pairs[:, :, None], -1, 0)  # (2, kernels, 1, gates)
     row, column = row + places[:, :1], column + places[:, 1:]

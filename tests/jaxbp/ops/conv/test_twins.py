@@ -1,8 +1,8 @@
 """Differences from JAX and Flax:
 
 - `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count.
-- The default stride of jaxbp's pools is the window, but 1 in Flax.
-- jaxbp's pools take only a batch and windows of two axes, and no padding of a whole window.
+- The default stride of jaxbp's pools is the window. In Flax, it is 1.
+- jaxbp's pools have windows of two axes, with less padding than a window.
 - JAX has no gradient of a dilated maximum.
 """
 
@@ -34,7 +34,7 @@ PADDINGS = ["SAME", "SAME_LOWER", "VALID", ((1, 0), (0, 2))]
 
 
 def distinct(*shape):
-    """Each window has one maximum."""
+    """Return distinct numbers, so that each window has one maximum."""
     random = np.random.default_rng(0)
     return jnp.asarray(random.permutation(np.linspace(-2, 2, np.prod(shape))).reshape(shape), jnp.float32)
 

@@ -21,7 +21,6 @@ def loss_and_gradients(logits, labels, implementation):
 
 
 def weights(seed=5):
-    """The labels do not sum to 1."""
     return jnp.exp(normal((4, 3), seed=seed)[0])
 
 

@@ -45,7 +45,7 @@ def reference(automaton, coefficients, state, fires, dnew):
 
 
 def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
-    """Two launches add up the coefficients' gradients."""
+    """Launch the backward twice, so that the coefficients' gradients add up."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
     flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
     if config:
@@ -75,7 +75,7 @@ def jitted(automaton, config=None):
     ids=["two cells", "two slices"],
 )
 def test_simulated_kernels_are_the_formula(config, grid):
-    """The simulator treats a gather as a read of all rows, so two warpgroups would race."""
+    """Two warpgroups would race, because the simulator treats a gather as a read of all rows."""
     arguments = operands(8, 3, [8, 4, 2], [32, 16, 8], True, grid, True)
     assert (arguments[0].orders[0][0] != np.arange(32)).any()
     with simulated():
