@@ -32,7 +32,6 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    # The first paragraph may continue after the title, as in "Max-pooling: the forward keeps ...".
     sentence = " ".join(first.split())
     title = re.split(r":|\. |, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]

@@ -110,7 +110,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # A convention defines a forward's derivative at kinks, but not a backward's derivative.
+        # A convention defines the derivative of a forward at kinks, but not of a backward.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
         added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,

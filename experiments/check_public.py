@@ -1,7 +1,4 @@
-"""Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
-
-python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
-"""
+"""Check autodiff's gradients of public functions of JAX and of packages based on JAX."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Run tasks in child processes, so that only one task is lost if a process dies or hangs."""
+"""Run tasks in child processes, so that a process that dies or hangs loses only one task."""
 
 import collections
 import dataclasses

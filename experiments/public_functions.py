@@ -72,7 +72,7 @@ LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention block by block over the keys, in float32."""
+    """Compute softmax attention over one block of keys after another, in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 

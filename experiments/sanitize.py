@@ -1,6 +1,6 @@
-"""Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
+"""Run the kernels of every op under NVIDIA's compute-sanitizer, in one process per op and tool.
 
-    pip install nvidia-cuda-sanitizer-api                       # newer than the compute-sanitizer of most toolkits
+    pip install nvidia-cuda-sanitizer-api                       # newer than in most toolkits
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
@@ -8,7 +8,7 @@ separately, because XLA's memory pool would hide accesses beyond its end. `--att
 sometimes die at exit or hang in XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
-    explained          all findings match `EXPLAINED`, whose findings are harmless or not caused by jaxbp
+    explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
     found              another finding (exit code 1)
     crashed at exit    the process died after all kernels had run, with explained findings at most
     failed             a kernel did not run, or the tool printed no summary (exit code 1)

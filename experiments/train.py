@@ -173,7 +173,7 @@ def train(config: TrainingConfig) -> Metrics:
       UserError: for invalid data or settings, or a run directory with other settings.
       BrokenRun: if another process uses the run directory, or if the directory is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
-      Stopped: after Ctrl-C. The curves are drawn first.
+      Stopped: after Ctrl-C, when the curves have been drawn.
     """
     with RunDirectory(config) as directory:
         config = directory.config
@@ -225,7 +225,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return a run's result file. Fields in seconds are sums over the epochs. `images_per_second` is for training."""
+    """Return a run's result file. Times are sums over the epochs. `images_per_second` is for training."""
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
     return {

@@ -29,7 +29,7 @@ if shutil.which("nvidia-smi") is None:
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 else:
-    # Otherwise one process would take most of the GPU's memory.
+    # One process would take most of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -40,7 +40,7 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-# The search for cycles would take 5 to 10% of the time.
+# The search for cycles takes 5 to 10% of the time.
 gc.freeze()
 gc.set_threshold(100_000)
 
@@ -68,7 +68,6 @@ MEMORY = 2**30
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Compiled programs hold most of a process's memory."""
     on_linux = sys.platform == "linux"
     if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
@@ -77,7 +76,7 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
         gc.collect()
         if on_linux:
-            # Otherwise the C library would keep most of the compiler's pages.
+            # The C library would keep most of the compiler's pages.
             ctypes.CDLL(None).malloc_trim(0)
 
 

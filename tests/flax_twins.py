@@ -33,7 +33,7 @@ def state_of(layer):
 
 
 def _results(layer, call):
-    """Return a function `(states, x) -> (results and later variables, gradients)`, and the layer's states."""
+    """Return a function `(states, x) -> (results and updated variables, gradients)`, and the layer's states."""
     graph, *states = nnx.split(layer, nnx.Param, ...)
 
     def loss(parameters, x, others):

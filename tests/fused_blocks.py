@@ -26,7 +26,7 @@ BLOCKS = {
 
 
 def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """`spare` rows and columns of x are under no window."""
+    """No window covers the last `spare` rows and columns of x."""
     (K, P, Q, C, F), (R, S) = BLOCKS[block], window
     return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
 

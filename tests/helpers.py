@@ -124,7 +124,7 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def assert_second_derivatives_match_differences(functions, values):
-    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program."""
+    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences."""
     random, step = np.random.default_rng(0), 1e-5
 
     def derivatives(function, values, direction):
@@ -171,7 +171,7 @@ def compiled(name, place, implementation):
 
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
-    seed += 40_000  # finite differences then cross no kink of ReLU, and no probability is nearly 0
+    seed += 40_000  # differences then cross no kink of ReLU, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)
@@ -223,7 +223,7 @@ _last_first = jax.make_user_context(False)
 def last_program_first():
     """Reverse the order in which Pallas' interpreter runs CTAs."""
     program_id = pl.program_id
-    # The context is part of jit's cache key, so traced functions are traced again.
+    # The context is part of jit's cache key.
     with _last_first(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "program_id", lambda axis: pl.num_programs(axis) - 1 - program_id(axis))
         yield

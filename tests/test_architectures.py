@@ -1,4 +1,4 @@
-"""The kernels of every op compile for Hopper, Blackwell, and Blackwell RTX, without a GPU but with CUDA's compiler."""
+"""The kernels of every op compile for Hopper, Blackwell, and Blackwell RTX. This needs CUDA's compiler, but no GPU."""
 
 import functools
 import itertools
@@ -105,7 +105,7 @@ def _with_kernels(name, place, dtype, precision):
 def _programs(architecture):
     chosen = {}
     for name, entry in ENTRIES.items():
-        # A pair's forward and backward call every kernel. For Hopper, tests on a GPU run all places.
+        # A pair's forward and backward call every kernel. Tests on a GPU run all places on Hopper.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)

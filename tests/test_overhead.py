@@ -1,4 +1,4 @@
-"""jaxbp's time on the host, relative to JAX's in the same process. The bounds leave room for a busy machine."""
+"""The host's time in jaxbp, relative to JAX in the same process. The bounds allow for a busy machine."""
 
 import json
 import subprocess

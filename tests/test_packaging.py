@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 USER = (ROOT / "tests" / "user.py").read_text()
 
-# These lines would pass if a name had the type Any, or if a folder had no types.
+# These lines would pass if a name or a folder had no types.
 WRONG = """
 from typing import assert_type
 
@@ -86,7 +86,7 @@ def _environment(folder, *installation):
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # This makes the environment's packages importable, but not its editable installations.
+    # The environment's packages become importable, but not its editable installations.
     (purelib / "packages.pth").write_text("\n".join([*site.getsitepackages(), ""]))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, *map(str, installation))

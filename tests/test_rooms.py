@@ -1,4 +1,4 @@
-"""Permitted imports and calls: experiments -> jaxbp -> pallas_kernels -> jax, in this direction only."""
+"""Permitted imports and calls: experiments -> jaxbp -> pallas_kernels -> jax, only in this direction."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""A user's program, which runs with an installation alone. Type checkers find no error in it."""
+"""A user's program, which runs with an installation alone, and has no type errors."""
 
 import sys
 

@@ -9,8 +9,8 @@ needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="need
 
 
 def simulate(source, x):
-    """Return the outputs of a module, as `to_verilog` writes it, for samples `(inputs, samples)` of 0 and 1. Verilog's
-    ~ & ^ | have the precedence of Python's."""
+    """Return the outputs of a module of `to_verilog` for bits `(inputs, samples)`. ~ & ^ | have the same precedence in
+    Verilog and Python."""
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
     values = {}

@@ -57,7 +57,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return a heading with the words that all titles begin with and the batch of most titles, and the shorter titles."""
+    """Return a heading (the words that all titles begin with, and the batch of most titles), and the shorter titles."""
     heading, note = "workload", ""
     for pattern in (r", batch [\d,]+$", ", batch last$"):
         batches = Counter(match[0] for title in titles if (match := re.search(pattern, title)))
@@ -134,7 +134,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command that repeats a run. Some scripts have moved to experiments/studies/ or were deleted."""
+    """Return the command that repeats a run, also if its script has moved to experiments/studies/ or was deleted."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

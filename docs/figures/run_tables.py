@@ -99,8 +99,8 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def profile(reports: Reports) -> str:
-    """Show the sum of each kernel's times, and averages weighted by time. Leave out kernels with less than `LEAST_SHARE`
-    of their workload's time."""
+    """Show the sum of each kernel's times, and averages weighted by time. Leave out kernels that take less than
+    `LEAST_SHARE` of their workload's time."""
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():
         lines += profile_of(rows)
@@ -246,7 +246,7 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and to the
+    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and the
     batch for 95% efficiency. docs/benchmarks/devices.md has the model."""
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]

@@ -7,7 +7,7 @@ The JSON file has the fields of every result file (`experiments/output/results.p
 
     *_per_second    the rates of this GPU for the first dtype: see `roofline.measured_rates`
     rows            one object per row, with the fields of `measure.MEASURED`
-    missing         the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
+    missing         the names of rows that were not measured
 """
 
 import dataclasses
@@ -147,7 +147,6 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     if config.quick:
         batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
     cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
-    # Only float32 products depend on the precision.
     cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
     note_progress(report, cases)
     try:

@@ -1,7 +1,7 @@
-"""Compare two runs of the bench. Rows of peers are left out.
+"""Compare two runs of the bench, without the peers.
 
 A row is slower if its median time grew by more than the threshold, and its fastest new round took longer than its
-slowest old round. A row that fails only in the new run is also slower.
+slowest old round. It is also slower if it fails only in the new run.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time that a program runs on a GPU before its first timing round, to become steady."""
+"""The longest time that a program runs on a GPU before it is timed, to become steady."""
 QUICK_SETTLING_SECONDS = 0.6
 """`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
@@ -49,7 +49,6 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function for arrays or shapes. Return a future of the executable."""
         try:
             # Tracing and lowering depend on this thread's settings of JAX.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)

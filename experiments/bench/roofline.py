@@ -76,7 +76,7 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """Measure the rates of this GPU in timing rounds of `seconds`, or of `RATE_SECONDS` if that is less.
+    """Measure the rates of this GPU in timing rounds of at most `RATE_SECONDS`.
 
     `bytes_per_second` has pairs (working set, rate) for "copy", "read", and "write". `copy_bytes_per_second` is for a
     copy that does not fit in the cache.
@@ -85,7 +85,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # a disturbance then affects one round per program
+    for _ in range(measure.ROUNDS):  # so that a disturbance affects one round per program
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -154,7 +154,7 @@ def _bytes(avals: Any) -> int:
 
 
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
-    """Count the bytes of an argument that the jaxpr reads. A gather reads as many bytes as its result has."""
+    """Count the bytes of an argument that the jaxpr reads. A gather reads the size of its result."""
     size, read = _bytes([argument.aval]), 0
     if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
         return size

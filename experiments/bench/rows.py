@@ -27,7 +27,7 @@ CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before the first is timed, because executables take memory."""
+"""Limits on the cases that are compiled before any is timed, because executables take memory."""
 
 
 class Settings(NamedTuple):
@@ -113,7 +113,7 @@ class Case:
                 continue  # `submit` will fail in the same way
 
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
-        """Start to compile all programs. "pallas" is left out if it launches no kernel."""
+        """Start to compile all programs, without "pallas" if it launches no kernel."""
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):

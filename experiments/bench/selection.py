@@ -21,10 +21,7 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that `BenchConfig.cases` names. A forward's name also selects its backwards.
-
-    With `batch_last`, return only ops, with the batch axis last.
-    """
+    """Return the workloads that `cases` names. With `batch_last`, return only ops, with the batch axis last."""
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
@@ -56,7 +53,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return the first workload of each op module and of each kind of training step, with its middle batch size."""
+    """Return the first workload of each op module and kind of training step, with its middle batch size."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}

@@ -117,7 +117,7 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
     """Return a training step of `LOGIC_CONV[place]` on random numbers instead of bits.
 
-    With bits, values in a pooling window would be nearly equal, and rounding would decide which receives the gradient.
+    With bits, values in a pooling window would be nearly equal, so rounding would decide which gets the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -138,7 +138,7 @@ def logic_conv_network(
         10,
         tau=sizes.tau,
         wiring=_unique_wires,
-        initialization="residual",  # of the dense layers and of the convolutions
+        initialization="residual",
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
@@ -210,10 +210,7 @@ TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """Return a training step of the automaton `CHECKERBOARD`.
-
-    `Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation.
-    """
+    """`Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation."""
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
     operations = GATE_OPERATIONS * CHECKERBOARD.gates_a_cell
@@ -264,7 +261,7 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 def loss_and_gradients(loss: Callable) -> Callable:
     """Return `jax.value_and_grad(loss)` for the state of a training step.
 
-    For a `Scaled` state, this function also returns whether the gradients are finite, and the next loss scale.
+    For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
     """
 
     def function(state, *arguments):

@@ -14,10 +14,7 @@ from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
-"""The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward.
-
-Each of its 12 multiply-adds or products counts as two operations.
-"""
+"""The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and backward, two per multiply-add or product."""
 FORWARD_OPERATIONS = 6
 
 
@@ -29,10 +26,10 @@ class Workload:
       op, place: the name and the size of an op or of a training step.
       options: the keyword arguments of an op, or the arguments that make a training step's network.
       batches: the default batch sizes on a GPU and on other platforms.
-      function: (implementation, dtype) -> the function to time. The implementation may be a function of `baselines`.
+      function: (implementation, dtype) -> the function to time. `implementation` may be a function of `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. For
-        training steps, `implementation` is the optimizer's, and "autodiff" means Optax.
+      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. A
+        training step's `implementation` is the optimizer's, and "autodiff" means Optax.
       steps: the number of training steps per program, which takes a single set of arguments. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size for the comparison with float64 on the CPU.
@@ -99,7 +96,7 @@ def op_workload(entry: Entry, place: str) -> Workload:
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
     """Count the operations in the gates of an automaton, or 0 for other ops.
 
-    A backward recomputes the forward's gates, except for the last layer of the last tick.
+    A backward recomputes all gates except the last layer of the last tick.
     """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
@@ -132,7 +129,7 @@ def one_after_another(function: Callable, calls: int, implementation: str | None
 
     Barriers keep XLA from overlapping or merging calls on a GPU. XLA's CPU compiler drops the barriers.
     """
-    function = jax.jit(function)  # traced and lowered once
+    function = jax.jit(function)
 
     def program(sets):
         results, token = [], jnp.zeros(())

@@ -1,6 +1,6 @@
 """The experiments and their settings.
 
-To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image datasets, and list it in `EXPERIMENTS`.
+To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for images, and list it in `EXPERIMENTS`.
 """
 
 from experiments.configs.automaton_experiments import AUTOMATA

@@ -1,7 +1,6 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example has a seed for the start state, and the number of the optimizer step. The first seed of a batch also
-determines which cells update in each tick, and which gates are hard.
+An example has a seed for the start state, and the number of the optimizer step.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ class AutomatonConfig(TrainingConfig):
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
-    """False, because one random key per batch draws the hard gates and the cells that update."""
+    """False, because the first seed of a batch draws the hard gates and the cells that update."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]
@@ -72,7 +71,7 @@ class AutomatonConfig(TrainingConfig):
     visible: ClassVar[int] = 1
     """The number of leading channels that enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether the target is defined for grids of every size."""
+    """Whether grids of every size have a target."""
     steps: ClassVar[int]
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]

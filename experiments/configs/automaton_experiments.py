@@ -1,5 +1,3 @@
-"""The experiments `ca-*`: logic cellular automata."""
-
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar

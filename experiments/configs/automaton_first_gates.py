@@ -1,6 +1,6 @@
 """Choices of the input, a or b, that each gate initially passes on. docs/automata.md describes them.
 
-With such gates, a tick only moves values between channels and neighboring cells.
+A tick of such gates only moves values between channels and neighboring cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ def separating(
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
     """Return the least number of wrong cells after ticks that move values as drawn.
 
-    The last tick may apply any function of a cell's 3 x 3 neighborhood. Equal neighborhoods with different targets make
-    it wrong.
+    The last tick may apply any function of a cell's 3 x 3 neighborhood, but no function is right for equal
+    neighborhoods with different targets.
 
     Args:
       start: `(height, width, channels)`.

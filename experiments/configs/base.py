@@ -98,7 +98,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the index of an epoch's attempt, a training from new initial parameters."""
+        """Return the index of an epoch's attempt. Each attempt has new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -114,7 +114,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer of a run. None means Adam with these settings."""
+        """Return the run's optimizer, or None for Adam with these settings."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:

@@ -1,5 +1,3 @@
-"""The experiment `lenet`."""
-
 import dataclasses
 from typing import ClassVar
 

@@ -7,7 +7,7 @@ counted at every position, and 657 k more in its or-pools:
     size m (k = 64)     572,096 and 42,048      published: 566,000
     size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
 
-The paper pads the second and third convolutions and has a third pool. Source: as in `jaxbp.logic_conv2d`.
+The paper (see `jaxbp.logic_conv2d`) pads the second and third convolutions and has a third pool.
 """
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The experiment `mixer`."""
-
 import dataclasses
 import functools
 from collections.abc import Mapping

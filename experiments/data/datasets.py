@@ -59,7 +59,7 @@ MD5: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# CIFAR-10's files have no header. One byte for the label precedes each image.
+# CIFAR-10's files have no header. A label of one byte precedes each image.
 CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
@@ -133,7 +133,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can expand to gigabytes. One extra byte shows surplus bytes.
+            # A small gzip file can expand to gigabytes. An extra byte shows surplus.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error
@@ -151,8 +151,7 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # The digit fills 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip removes
-    # overshoot.
+    # The digit fills 20 x 20 pixels as in MNIST. The clip removes overshoot.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(

@@ -1,19 +1,17 @@
 """Run ops with random shapes, dtypes, options, data, and JAX transformations, and compare the results with float64.
 
-    python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-The seed and a case's number determine the case. Several cases share a compiled program, and differ only in the kind of
-data (`program.DATA`). `jaxbp/verify/judge.py` describes the comparison.
+The seed and a case's number determine the case. Cases that share a compiled program differ only in the kind of data
+(`program.DATA`). `jaxbp/verify/judge.py` describes the comparison.
 
-A failing case is reduced, and printed as Python code. If a child process dies or hangs, its case counts as a crash, and
-runs again with autodiff. The exit code is 1 after a failure, or after a crash that does not occur with autodiff. The
-JSON file has the fields of every result file (`experiments/output/results.py`), and:
+A failing case is reduced, and printed as Python code. A case whose child process dies or hangs counts as a crash, and
+runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff. The JSON
+file has the fields of every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support
-    lost           the number of cases that did not run, because an earlier case with the same program crashed
-    failures       one object per failure, with code that reproduces it
+    lost           the number of cases that did not run, because their program had crashed
     crashes        one object per crash. `autodiff` says how autodiff crashed, or is null
 """
 

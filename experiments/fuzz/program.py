@@ -27,8 +27,7 @@ DATA = (
 )
 """The kinds of data. Each program runs on all of them, because compiling takes longer than running.
 
-"with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
-cotangents' elements to 0.
+"with ruled-out entries" puts -inf into the first argument, and zeros into weights.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
@@ -67,7 +66,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Set the cotangent to zero at invalid labels, and for the kind "under a mask" also at random elements."""
+        """Set the cotangent to zero at invalid labels, and for the kind "under a mask" also at half of the elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent

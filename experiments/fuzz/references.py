@@ -1,6 +1,6 @@
-"""Maxima and minima whose gradient goes to the first of equal values, or to the first NaN, as jaxbp defines it.
+"""Maxima and minima whose gradient goes to the first of equal values, or to the first NaN, as in jaxbp.
 
-JAX's autodiff of `jnp.max` divides the gradient among equal values instead.
+The gradient of `jnp.max` is divided among equal values instead.
 """
 
 import functools

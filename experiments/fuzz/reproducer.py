@@ -14,7 +14,7 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints the program's results, and autodiff's results in float64 and in the same dtype."""
+    """Return code that prints the program's results, and autodiff's results in float64 and in the program's dtype."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

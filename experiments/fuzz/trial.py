@@ -21,7 +21,7 @@ FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow above 1 / HEADROOM of the dtype's largest number, because terms may exceed their sum."""
+"""A result above 1 / HEADROOM of the dtype's largest number may overflow, because terms may exceed their sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 """XLA keeps every rounding, and compiles faster."""
 

@@ -31,7 +31,7 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Print and save the worst error of each op per dtype and implementation. Return whether all errors are allowed.
+    """Print and save each op's worst error per dtype and implementation. Return whether all errors are allowed.
 
     Rows in the file `path` whose errors are allowed are not measured again.
     """

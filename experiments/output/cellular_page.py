@@ -32,7 +32,7 @@ def write_page(
 
     Args:
       fire_rate: the probability that a cell updates in a tick.
-      visible: the number of leading channels to show. None: as many as the target has, or 1.
+      visible: the number of leading channels to show. None: the target's, or 1.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])

@@ -52,7 +52,7 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
-    # The salt makes a picture's ids unique on the page, and equal in every run.
+    # The salt makes ids unique on the page, and equal in every run.
     style = {
         **text,
         "svg.fonttype": "none",

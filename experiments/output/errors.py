@@ -50,10 +50,7 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run the command and return its exit code. After an expected exception, print one line on stderr.
-
-    Characters that stdout cannot encode are escaped.
-    """
+    """Run the command and return its exit code. Print expected exceptions as one line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -27,7 +27,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file. Raise OSError for pipes and other special files, which could block."""
+    """Read a regular file. Raise OSError for special files such as pipes, which could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()

@@ -1,7 +1,7 @@
 """The fields of every result file, a JSON object that a command writes.
 
 date       ISO 8601, UTC
-commit     Git's short hash, with `+` if tracked files have changed since; null if unknown
+commit     Git's short hash, with `+` if tracked files have changed; null if unknown
 device     JAX's name for the kind of device
 platform   "cpu", "gpu", ...
 versions   of Python, jaxbp, and the packages that jaxbp uses

@@ -1,1 +1,1 @@
-"""Studies for the documentation. Run one as `python -m experiments.studies.NAME`."""
+"""Studies for the documentation: `python -m experiments.studies.NAME`."""

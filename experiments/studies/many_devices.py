@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the arguments' shapes and shardings for a step with `examples` examples per device."""
+    """Return the shapes and shardings of a step's arguments, with `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -130,7 +130,7 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
             arguments = data_parallel(workload, EXAMPLES[workload.op][0], mesh_of(devices))
             step = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
             for overlapping in (False, True):
-                # Autotuning is off because it needs a GPU.
+                # Autotuning needs a GPU.
                 options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
                 program = step.compile(compiler_options=options | (OVERLAPPING if overlapping else {})).as_text()
                 yield {"work": workload.title, "overlapping": overlapping} | communicated(program)

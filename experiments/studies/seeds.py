@@ -1,4 +1,4 @@
-"""Train experiments with several seeds each, and write one row per run to a result file.
+"""Train experiments with several seeds, and write one row per run to a result file.
 
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run. A checkpoint is a folder, which gets its final name when all its files are on disk.
+"""Checkpoints of a run. A checkpoint is a folder that gets its name when all its files are on disk.
 
 docs/runs.md describes its files. Orbax writes `state/`.
 """
@@ -34,7 +34,7 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint after an epoch. Epoch 0 has the initial state.
+    """The checkpoint after an epoch. Epoch 0 means the initial state.
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
@@ -117,7 +117,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax, which print tracebacks of errors that `save` also raises."""
+    """Silence Orbax's threads, which print tracebacks of errors that `save` raises."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -134,7 +134,7 @@ def _silent_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield the folder, or a symbolic link to it if Orbax fails at its path's characters."""
+    """Yield the folder, or a symbolic link if Orbax fails at the path's characters."""
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
         yield folder

@@ -21,10 +21,7 @@ def draw(
     predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
 ) -> bytes:
-    """Return a PNG with the loss and the error rate of each epoch, above misclassified test images.
-
-    `predictions` are the predicted classes of the test images.
-    """
+    """Return a PNG with each epoch's loss and error rate, and test images whose `predictions` are wrong."""
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
         mistakes = np.flatnonzero(predictions != dataset.test_labels)
@@ -37,7 +34,7 @@ def draw(
     loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # A logarithmic axis cannot show 0, so an epoch without mistakes counts half a mistake.
+    # A logarithmic axis cannot show 0, so no mistakes count as half a mistake.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
     for axes in scale:

@@ -1,4 +1,4 @@
-"""The training loop. An epoch is one call of a compiled scan over batches. The data stays on the devices."""
+"""The training loop. An epoch is one compiled scan over batches. The data stays on the devices."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Share = Callable[[Array], Array]
 
-# This option makes repeated and resumed runs equal. Without it, cuDNN's convolution gradients sum in no fixed order,
-# and autotuning may differ between processes.
+# For equal bits in repeated and resumed runs. Otherwise, cuDNN's convolution gradients sum in no fixed order, and
+# autotuning may differ between processes.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
     loss_scale: float | None = None
     """The loss scale after this epoch, or None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Number of steps that changed only the loss scale, because values were not finite."""
+    """Number of steps that changed only the loss scale, because of values that were not finite."""
 
 
 MOST_SKIPPED = 50
@@ -161,7 +161,7 @@ def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of the model's variables that are no `nnx.Param`, or None if there are none."""
+    """Return the SHA-256 of the model's variables that are not an `nnx.Param`, or None without any."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -266,7 +266,7 @@ def run(
 
     Raises:
       FloatingPointError: after an epoch, if a loss is not finite, or if the mean loss or a parameter is too large. With
-        a loss scale, the loss may be infinite or NaN in some steps, but not in `MOST_SKIPPED` consecutive steps.
+        a loss scale, fewer than `MOST_SKIPPED` consecutive losses may be infinite or NaN.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

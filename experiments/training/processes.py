@@ -121,7 +121,7 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it.
+            # Ctrl-C reaches all processes of a terminal. Only process 0 handles it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         # JAX's preemption service would catch SIGTERM and continue.
         jax.config.update("jax_enable_preemption_service", False)
@@ -244,8 +244,7 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps the
-    connection open.
+    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay stays open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 

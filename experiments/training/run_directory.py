@@ -35,10 +35,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def saved_config(path: Path) -> TrainingConfig:
-    """Return the settings of the run in a directory.
-
-    Raise UserError if there is no run, or if its experiment is unknown. Raise BrokenRun if every checkpoint is corrupt.
-    """
+    """Raise UserError for no run or an unknown experiment, and BrokenRun if every checkpoint is corrupt."""
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
         wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the version of jaxbp that began the run"
@@ -87,7 +84,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 
 
 class RunDirectory:
-    """A context manager that writes the files of a run, and keeps other processes out."""
+    """A context manager that writes a run's files, and keeps other processes out."""
 
     def __init__(self, config: Config):
         self.config, self.metrics = config, []
@@ -115,7 +112,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """If the run has a checkpoint, raise BrokenRun instead of an OSError of `DISK_ERRORS`."""
+        """If the run has a checkpoint, raise BrokenRun instead of `DISK_ERRORS`."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -162,7 +159,6 @@ class RunDirectory:
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            # The run may stop before the next checkpoint.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
@@ -197,7 +193,7 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that only ends earlier or later is from a killed process or an earlier checkpoint.
+            # A file that only ends earlier or later is from a killed process or another checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)

@@ -1,4 +1,4 @@
-"""A client is a program of another project. To move to jaxbp, it replaces the namespace of layers and functions."""
+"""A client is another project's program. To use jaxbp, it replaces the namespace of layers and functions."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Flax's FSDP: parameters divided over the axis "model" of a 2 x 4 mesh, and the batch over its axis "data"."""
+"""Flax's FSDP: a mesh's axis "model" divides the parameters, and its axis "data" the batch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""An Equinox MNIST: a model of one image under `vmap`, trained as an ensemble by a second `vmap`."""
+"""An Equinox MNIST: `vmap` over images, inside `vmap` over an ensemble of models."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A GPT in Linen, data parallel by `pmap`, with rematerialized blocks and accumulated gradients."""
+"""A GPT in Linen, with `pmap`, rematerialized blocks, and accumulated gradients."""
 
 import functools
 

@@ -1,5 +1,3 @@
-"""Flax's scan over layers: `nnx.vmap` makes the blocks, and `nnx.scan` runs them."""
-
 import functools
 
 import optax

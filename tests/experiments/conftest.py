@@ -95,6 +95,8 @@ def prepared_once():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyAutomaton(CheckerboardConfig):
+    """An automaton that learns within seconds to be on everywhere."""
+
     name: ClassVar[str] = "ca-tiny"
     grid: ClassVar = (4, 3)
     channels: ClassVar = 2
@@ -110,7 +112,6 @@ class TinyAutomaton(CheckerboardConfig):
 
 @pytest.fixture(scope="session")
 def tiny_automaton():
-    # With the published recipe, no run ends early.
     return functools.partial(TinyAutomaton, recipe="published", implementation="xla", pass_through=1.0, hard_share=1.0)
 
 

@@ -78,7 +78,7 @@ def test_no_op_that_reduces_is_further_from_float64_than_autodiff(dtype, scale):
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])
 def test_logsumexp_far_from_zero_keeps_the_digits_of_its_gradient(implementation):
-    # Bfloat16 rounds 299 to 300. A gradient computed from the result, 300, would be (1, 1, 0).
+    # Bfloat16 rounds 299 to 300. With the result, 300, the gradient would be (1, 1, 0).
     a = jnp.array([300.0, 299.0, 200.0], jnp.bfloat16)
     da = jax.grad(functools.partial(jaxbp.logsumexp, implementation=implementation))(a)
     exact = np.exp([0.0, float(a[1] - a[0]), -100.0])

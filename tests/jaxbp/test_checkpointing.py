@@ -62,7 +62,7 @@ def test_second_derivatives():
 
 
 def test_kept_bytes_are_those_of_the_table():
-    """The compiled gradient may differ from the table by a few arrays of one step."""
+    """The compiled gradient may differ by a few arrays of one step."""
     size, steps = 2**14, 64
 
     def loss(memory, w, s):

@@ -1,4 +1,4 @@
-"""Peers: other libraries, which the bench times on the same arrays as jaxbp."""
+"""Peers: other libraries that the bench times on the same arrays."""
 
 import dataclasses
 import fnmatch

@@ -1,7 +1,5 @@
 """Logic cellular automata, reimplemented from the article: 16 functions per gate, and autodiff.
 
-One variant uses XLA's deterministic operations, as the article's code does.
-
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
 

@@ -38,7 +38,6 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""`compile_layers` starts no further layer after this time."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
 """`(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()` returns the results
 for `task.small`, and `fields` are further fields of the row."""
@@ -63,7 +62,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Return the time, the eager results, and the temporary memory of a task.
 
-    PyTorch does not count the memory of the CUDA graphs that its compiler captures in the mode `COMPILED_STEP`.
+    PyTorch does not count the memory of CUDA graphs in the mode `COMPILED_STEP`.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
@@ -88,7 +87,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops. A call of a forward also computes its gradients."""
+    """Return a `Build` for ops. A forward's call also computes the gradients."""
     return functools.partial(_op, forwards, backwards)
 
 

@@ -1,4 +1,4 @@
-"""torchlogix's logic networks, with jaxbp's wires, parameters, and inputs."""
+"""torchlogix's logic networks, with jaxbp's wires and parameters."""
 
 import functools
 from importlib import metadata

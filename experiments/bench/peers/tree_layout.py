@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Return torchlogix's array of leaves: the positions of the inputs a of the first level's gates, and then of b.
+    """Return the positions of the inputs a of the first level's gates, and then of their inputs b.
 
     A position is (channel, row, column) in `leaves` and (row, column, channel) in the result.
     """

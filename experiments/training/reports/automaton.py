@@ -53,9 +53,9 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return a dict of shares of runs, and lines to print.
+    """Run the hardened automaton from unseen start states. Return shares of runs, and lines to print.
 
-    The keys say when the visible channels must equal the pattern in every cell:
+    A run counts for a key if the visible channels equal the pattern in every cell:
 
         right   at tick `steps`
         stands  at every tick from `steps + 1` to `4 * steps`

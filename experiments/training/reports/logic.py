@@ -49,7 +49,7 @@ def write_report(
 ) -> str:
     """Write a picture of the gates of `circuit`, and the code of `evaluated`. Return lines to print.
 
-    `evaluated` computes the same results as `circuit`, and may be simplified.
+    `evaluated` may be `circuit` simplified.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))

@@ -21,7 +21,7 @@ def test_gradients_are_clipped_element_by_element_at_100():
 def test_sizes_and_tau_are_the_published_ones_for_mnist():
     config = LogicConfig(dataset="mnist")
     assert (config.layers, config.gates, config.tau, config.batch_size) == (6, 8000, 10, 128)
-    assert config.learning_rate == 0.05  # not the published 0.01: docs/logic_gates.md compares them
+    assert config.learning_rate == 0.05  # published: 0.01
 
 
 @pytest.mark.parametrize(

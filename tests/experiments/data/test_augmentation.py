@@ -29,7 +29,7 @@ def test_images_are_moved_by_every_offset_up_to_the_limit_all_as_often_and_by_no
     moved = np.asarray(augmentation.shift(jax.random.key(0), batch, pixels))
     counts = collections.Counter(offset_of[one.tobytes()] for one in moved)
     assert set(counts) == set(offsets) and len(offset_of) == len(offsets)
-    assert min(counts.values()) > 60 and max(counts.values()) < 140  # 100 expected; four standard deviations
+    assert min(counts.values()) > 60 and max(counts.values()) < 140  # 100, four standard deviations
 
 
 def test_each_image_of_a_batch_is_moved_by_itself():

@@ -125,7 +125,7 @@ def test_a_crash_is_a_finding_and_said_to_be_the_librarys_where_jax_alone_crashe
     path = tmp_path / "fuzz.json"
 
     def in_children(_, tasks, processes, limit):
-        """Program 1 kills every process at its third draw. Program 2 kills it at once, except under autodiff."""
+        """Program 1 kills its process at the third draw. Program 2 kills it at once, except under autodiff."""
         assert (processes, limit) == (3, 9.0)
         for task in tasks:
             passed = [work.Outcome(draw, None) for draw in task.draws]

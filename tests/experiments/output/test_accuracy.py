@@ -49,7 +49,7 @@ SLIGHTLY_BEYOND = {
     ("group_norm_backward", "float16", "xla"): 1.15,
     ("linear_softmax_cross_entropy", "float32", "xla"): 1.2,
 }
-"""Largest permitted ratio of an error to the allowed error, for known faults."""
+"""Largest permitted `Accuracy.excess` for known faults."""
 
 
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():

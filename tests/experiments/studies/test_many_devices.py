@@ -27,7 +27,7 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
         assert sums > 1 and row["kernels_meanwhile"] > 0 if row["overlapping"] else sums == 1
     # LeNet has 44,426 parameters. XLA sums some gradients in padded rows.
     assert 44_426 < rows[0]["bytes"] // 4 < 1.2 * 44_426
-    # Logic networks sum the loss and the gradients of four coefficients per gate, in 6 layers.
+    # A logic network sums its loss, and four gradients per gate in 6 layers.
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
 
 

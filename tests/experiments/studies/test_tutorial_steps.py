@@ -30,7 +30,7 @@ def test_each_kernel_of_the_page_is_timed_and_compared_with_the_roofline(tmp_pat
         assert tutorial_steps.main([*sizes, "--seconds", "1e-9", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["shape"] == [8, 128] and [row["step"] for row in report["rows"]] == list(kernels)
-    # dy, x, dx, scale, dscale, and inv take these bytes, copied at 2 bytes per ns.
+    # dy, x, dx, scale, dscale, and inv take these bytes, at 2 bytes per ns.
     for row in report["rows"]:
         assert row["roofline_microseconds"] == pytest.approx((3 * 4096 + 2 * 512 + 32) / 2e3)
         assert row["roofline_share"] == pytest.approx(row["roofline_microseconds"] / row["microseconds"])

@@ -81,7 +81,7 @@ def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
 
 
 def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written, capfd):
-    # A file-size limit fails as a full disk does. Python ignores the signal.
+    # A file-size limit fails as a full disk does.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     array = np.random.default_rng(0).random(10**6)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
@@ -96,7 +96,7 @@ def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written
 
 
 def bomb(folder, shape, chunk):
-    """Write a checkpoint whose array `a` claims `shape`, with the zlib data `chunk` and correct checksums."""
+    """Write a checkpoint whose array `a` claims `shape`, with zlib data `chunk` and correct checksums."""
     orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
     orbax.save(folder / "1" / "state", {"a": np.zeros(10, np.float32)})
     header = folder / "1" / "state" / "a" / ".zarray"

@@ -20,7 +20,7 @@ POSITIONS = 2
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """Compile once, write equal arrays once, draw no curves, and wait for no disk."""
+    """Compile once, write equal arrays once, draw no curves, and do not wait for the disk."""
     save, written = checkpoints.save_state, []
 
     def saved(folder, arrays):

@@ -30,7 +30,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.fixture
 def port():
-    """Yield a free port, followed by another. The port before them is held, to keep other tests from both."""
+    """Yield a free port, followed by another. Holding the port before keeps other tests from both."""
     for port in itertools.count(20001, 3):
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
             try:
@@ -53,7 +53,7 @@ def start(monkeypatch, port):
     flags = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=1")
     monkeypatch.setenv(TOKEN, "the token")
-    # A process may read a program that the other one is writing.
+    # A process may read a program that another is writing.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache")
     started = []
 

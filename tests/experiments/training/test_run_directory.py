@@ -40,7 +40,7 @@ def assert_same_run(one, other):
 def whole_run(toy_config, prepared_once, tmp_path_factory):
     """Tests only read this run's directory."""
     config = toy_config(run_dir=tmp_path_factory.mktemp("runs") / "whole")
-    # The function-scoped fixture does not cover fixtures of a module.
+    # The function-scoped fixture does not cover module fixtures.
     with jax.default_matmul_precision("highest"):
         train.train(config)
     return config.run_dir

@@ -129,7 +129,7 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name):
 
 @every_pair
 def test_first_and_second_derivatives_of_formulas_match_finite_differences(name):
-    # Kernels do not support float64, in which differences are exact.
+    # Differences are exact in float64, which kernels do not support.
     with jax.enable_x64(True):
         arrays, _ = drawn(name, dtype="float64")
     function = of_floats(op_of(name, None, "xla"), arrays)
@@ -233,7 +233,7 @@ def _check_at_place(name, place, implementation, dtype, batch):
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
-        # Float64 may select another of nearly equal maxima, so the reference uses these indices.
+        # Float64 may select another of nearly equal maxima. The reference uses these indices.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
         _, places = jaxbp.logic_conv2d_or_pool2d_with_indices(
             logits, wires, x, **options, implementation=implementation
@@ -354,7 +354,6 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
-    # Arguments without a batch axis have gradients summed over the devices.
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
     of_shards = lambda has_batch: P("shard") if has_batch else P()  # noqa: E731
@@ -399,7 +398,7 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
         assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr
         program = traced.lower().compile()
         results = program(*placed)
-    # Near a tie, float64 may select another maximum than float32.
+    # Float64 may select another of nearly equal maxima.
     assert_close(results, compiled(name, place, implementation)(arrays, cotangents), "float32")
     # XLA gathers the examples for formulas that read other gates or cells.
     assert "all-gather" not in program.as_text() or (implementation == "xla" and name in READS_OF_OTHERS)

@@ -81,7 +81,6 @@ def test_the_gates_are_the_simplified_circuits():
 
 
 def test_gates_that_no_visible_channel_depends_on_may_be_left_out():
-    # Channel 0 copies channel 1 of the western neighbor, which copies channel 2.
     gates = Gates(45)
     outputs = [16, 22, gates("xor", 22, 2), gates("xor", gates("and", 23, 0), 24), 23]
     automaton = CellularCircuit(gates.netlist(*outputs), 5, True)

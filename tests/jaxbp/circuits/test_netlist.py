@@ -162,7 +162,7 @@ def test_an_inverter_remains_where_an_output_needs_it():
 
 
 def test_equal_truth_tables_are_one_gate_where_there_are_few_inputs(monkeypatch):
-    # (a and b) and c has other gates than a and (b and c).
+    # (a and b) and c differs from a and (b and c).
     netlist = Netlist.from_gates(3, [1, 1, 1, 1], [0, 3, 1, 0], [1, 2, 2, 5], [4, 6])
     assert len(netlist.simplify()) == 2
     monkeypatch.setattr(netlist_module, "TABULATED_LEAVES", 0)

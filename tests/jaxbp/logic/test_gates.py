@@ -186,7 +186,7 @@ def test_the_variance_is_that_of_the_truth_table(parametrization):
 
 @pytest.mark.parametrize("logit", [0.0, 12.0, 17.0, 20.0])
 def test_the_logit_of_a_function_that_is_nearly_sure_has_its_gradient(logit):
-    # The gate's probability is 1 in float32, so `u - Σ p u` would be 0 or a rounding error.
+    # The gate's probability p is 1 in float32, so `u - Σ p u` would be 0 or a rounding error.
     random, gate = np.random.default_rng(0), np.arange(50)
     logits, dc = random.normal(size=(50, 16)).astype(np.float32), random.normal(size=(50, 4)).astype(np.float32)
     largest = random.integers(16, size=50)

@@ -328,7 +328,7 @@ def test_a_batch_without_images_is_refused(batch):
 
 
 BATCH = 128
-"""A multiple of a warpgroup's threads, so that results have no padding."""
+"""A multiple of a warpgroup's threads, which needs no padding."""
 
 RESULTS = {
     "softmax_cross_entropy_backward": r"logits",
@@ -342,8 +342,7 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, number of values in the result) for each kernel of a backward. XLA's backward of a pool is a
-    reshape."""
+    """Yield (scope, number of values in the result) of each kernel, and of the reshape in XLA's backward of a pool."""
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
     for by, shape, location in step.findall(program):

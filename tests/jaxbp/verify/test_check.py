@@ -309,7 +309,7 @@ def test_the_same_op_without_the_mistake_passes(mistake):
     check(right, *args, order=2, **settings).raise_if_failed()
 
 
-# Compilers keep the order of a sum of three numbers, but may rewrite `a / 10 * 3`.
+# Compilers keep the order of a sum, but may rewrite `a / 10 * 3`.
 def first_two_first(a):
     return (a[0] + a[1]) + a[2]
 

@@ -3,7 +3,6 @@
 The tests check a few combinations. To check all of them, and the catalogue:
 
     python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
-    python tests/jaxbp/verify/test_no_false_alarm.py functions
 """
 
 import argparse

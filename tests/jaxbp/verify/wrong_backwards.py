@@ -17,8 +17,8 @@ from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 
 @dataclasses.dataclass(frozen=True)
 class WrongBackward:
-    """A forward with a wrong backward. `source` is the issue that reported it, `slip` the mistake, and `settings` are
-    arguments of `check`."""
+    """A forward with a wrong backward. The issue `source` reported the mistake `slip`. `settings` are arguments of
+    `check`."""
 
     op: str
     source: str
@@ -277,7 +277,7 @@ def swiglu_rows_to_row_0(dy, a, b):
     return jnp.zeros_like(a).at[0].set(da[-1]), jnp.zeros_like(b).at[0].set(db[-1])
 
 
-# Channels, rows, and columns of the positions that each of two kernels reads.
+# (channels, rows, columns) that each of two kernels reads.
 WIRES = np.array([[[0, 1, 0], [0, 2, 1], [1, 0, 2]], [[1, 0, 1], [0, 2, 0], [1, 1, 2]]])
 
 

@@ -86,7 +86,7 @@ def test_rows_that_do_not_come_in_eights_are_refused():
 
 def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
-    # A CTA would copy 6 or 12 rows per channel, which is no multiple of 8.
+    # A CTA would copy 6 or 12 rows per channel, no multiple of 8.
     assert tensor_cores.correlate_batch.unsupported(dy, x) is not None
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
     assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)

@@ -222,7 +222,7 @@ def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lan
 
 
 def double_and_square(x, traced):
-    """Return 2x, and the pair (x², x³). The kernel can skip either result."""
+    """Return 2x, and the pair (x², x³). The kernel can skip either."""
 
     def body(x_ref, double_ref, powers, *, i):
         traced.append((double_ref is not None, powers is not None))

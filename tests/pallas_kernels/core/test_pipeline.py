@@ -17,7 +17,7 @@ in_the_simulator = pytest.mark.skipif(
 
 
 def doubled(x, stages):
-    """One warpgroup fetches ahead."""
+    """Compute 2 x, while one warpgroup fetches ahead."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, *, program):

@@ -69,7 +69,7 @@ def test_the_simulator_finds_them_right(rows, outputs, inputs, sizes):
     [
         (256, 192, 128, {}),
         (640, 128, 128, {}),
-        (300, 128, 512, dict(cluster=2, raster=2)),  # the last block is not full; several tiles per CTA
+        (300, 128, 512, dict(cluster=2, raster=2)),
         (128, 320, 512, dict(stages=3)),  # the steps are no multiple of the stages
     ],
     ids=str,

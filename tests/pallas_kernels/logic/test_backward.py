@@ -121,7 +121,7 @@ def test_they_lower_for_cuda(wires, N, dtype):
     assert text.count("custom_call @mosaic_gpu") == (2 if wires in WIRES and N <= kernels._SHORT_ROW_IN_L2 else 1)
 
 
-# An H200's size as its driver reports it, and in XLA's target configuration.
+# The size of an H200's L2 cache according to its driver, and to XLA.
 L2_BYTES = (HOPPER.l2_bytes, 50 * 2**20)
 
 

@@ -55,7 +55,7 @@ def test_sums_in_shared_memory_are_read_after_they_were_added_to(tmp_path):
     subprocess.run([sys.executable, __file__], check=True, env=environment)
     (program,) = tmp_path.glob("*.ptx")
     behind_the_loops = program.read_text().rpartition("bra")[2]
-    assert behind_the_loops.count("ld.shared") == behind_the_loops.count("st.global") == 4  # a band is a row of pixels
+    assert behind_the_loops.count("ld.shared") == behind_the_loops.count("st.global") == 4
 
 
 if __name__ == "__main__":

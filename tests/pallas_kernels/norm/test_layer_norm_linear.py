@@ -20,7 +20,7 @@ def expected(s, db, scale, bias, w):
 @pytest.mark.parametrize(
     ("outputs", "hidden", "dtype", "config"),
     [
-        (24, 256, "float32", Config(outputs=6, columns=128)),  # several parts and blocks, and turns of two outputs
+        (24, 256, "float32", Config(outputs=6, columns=128)),
         (3, 128, "float32", None),
         (5, 384, "bfloat16", None),
     ],

@@ -13,7 +13,7 @@ from pallas_kernels.norm.row_stream import Config
 
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 
-# Rows of warps and of warpgroups, a partial last group, a ring of two stages.
+# Rows per warp or warpgroup, a partial last group, a ring of two stages.
 CASES = {
     "warps": ((37, 256, "float32"), dict(rows=8)),
     "warps, half precision, ring of two": ((21, 384, "bfloat16"), dict(rows=4, stages=2)),
@@ -178,7 +178,7 @@ def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
                     continue
                 config = kernel.heuristic(*arrays, **OPTIONS)
                 ring = config.stages * streamed * config.rows * hidden * jnp.dtype(dtype).itemsize
-                # Sums across warps take 2 KiB, barriers 8 bytes per stage, and the driver 1 KiB.
+                # Sums across warps take 2 KiB, and barriers 8 bytes per stage.
                 assert ring + 2048 + 8 * config.stages <= device.shared_bytes
                 assert config.programs * (ring + 2048 + 1024 + 1024) <= device.shared_bytes + 1024
                 assert config.stages >= 2

@@ -13,7 +13,7 @@ from experiments.bench.rows import Case, Settings
 def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkeypatch, capsys):
     libraries = {"PyTorch": "torch", "causal-conv1d": "causal_conv1d", "Liger-Kernel": "liger_kernel"}
     libraries |= {"QuACK": "quack", "cuDNN": "torch"}
-    libraries |= {"tokamax": "tokamax", "torchlogix": "torch"}  # the modules of cuDNN and torchlogix import torch first
+    libraries |= {"tokamax": "tokamax", "torchlogix": "torch"}  # cuDNN's and torchlogix's modules import torch first
     for peer, library in libraries.items():
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules, peers.PEERS[peer], raising=False)

@@ -39,7 +39,7 @@ def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
     arrays = normal((1, 1, 5, 5), (1, 1, 3, 3), (1,))
-    # A large step has no truncation error, because the op is linear in each argument.
+    # A large step is exact, because the op is linear in each argument.
     assert_numerical_gradients_agree(conv2d, arrays, step=0.5, implementation=implementation)
 
 

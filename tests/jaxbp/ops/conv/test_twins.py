@@ -104,7 +104,6 @@ def test_dilated_pools_are_reduce_window(padding, implementation):
     options = dict(window=(2, 3), stride=(1, 2), padding=padding, dilation=(3, 2), implementation=implementation)
     mean = lambda x: lax.reduce_window(x, 0.0, lax.add, *geometry) / 6  # noqa: E731
     compare_with_twin(functools.partial(jaxbp.avg_pool2d, **options), mean, normal((2, 2, 7, 8)))
-    # All elements differ, so each maximum has one position.
     x = distinct(2, 2, 7, 8)
     y, vjp = jax.vjp(functools.partial(jaxbp.max_pool2d, **options), x)
     np.testing.assert_array_equal(y, lax.reduce_window(x, -jnp.inf, lax.max, *geometry))
@@ -135,7 +134,7 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
 def test_a_mean_counts_the_padding_but_not_what_ceil_mode_adds(implementation):
     options = dict(stride=2, padding=1, ceil_mode=True, implementation=implementation)
     y = jaxbp.avg_pool2d(jnp.full((1, 1, 4, 4), 36.0), 3, **options)
-    # The last window has an element, a zero, and a position that does not count.
+    # The last window has an element, a zero, and a position that is not counted.
     np.testing.assert_allclose(y[0, 0], 36 * np.outer([2 / 3, 1, 1 / 2], [2 / 3, 1, 1 / 2]), rtol=1e-6)
 
 

@@ -19,7 +19,7 @@ from jaxbp.ops.dense.linear import forward_in_float32, parameter_gradients_in_fl
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
-    # A large step has no truncation error, because the op is linear in each argument.
+    # A large step is exact, because the op is linear in each argument.
     assert_numerical_gradients_agree(linear, normal((3, 5), (2, 5), (2,)), step=0.5, implementation=implementation)
 
 

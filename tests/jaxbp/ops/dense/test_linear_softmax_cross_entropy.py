@@ -204,7 +204,7 @@ def test_the_public_backward_has_the_gradients(reduction, implementation):
 
 
 def products(jaxpr):
-    """The body of a scan counts once."""
+    """Count products. The body of a scan counts once."""
     own = sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns)
     inner = [j for equation in jaxpr.eqns for j in jaxprs_in_params(equation.params)]
     return own + sum(map(products, inner))

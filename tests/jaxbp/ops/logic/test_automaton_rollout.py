@@ -25,7 +25,7 @@ def deeper():
 
 
 def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass_through=0.0):
-    """Over many ticks, gradients vanish unless most gates pass on an input."""
+    """With a large `pass_through`, most gates pass on an input. Otherwise, gradients vanish over many ticks."""
     random, parameters = np.random.default_rng(seed), PARAMETERS[parametrization]
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     bias = pass_through * (np.arange(parameters) == PASS_THROUGH)
@@ -182,7 +182,7 @@ def _rounding_loop(rounding_rate, logits, state, dlast):
 
 
 ROUNDED_MEMORIES = [("pallas", "states"), ("xla", 2), ("autodiff", "states")]
-"""The policy determines what a scan of ticks keeps, not how a tick is computed."""
+"""Policies for what a scan of ticks keeps. They do not change how a tick is computed."""
 
 
 @pytest.mark.parametrize(("implementation", "memory"), ROUNDED_MEMORIES)

@@ -222,7 +222,7 @@ def test_the_kernels_give_the_same_bits_whichever_program_runs_first():
 
 
 def scatters(jaxpr):
-    """Yield for each scatter whether it declares unique indices, without which a GPU adds in any order."""
+    """Yield for each scatter whether it declares unique indices. Without them, a GPU adds in any order."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("scatter"):
             yield equation.params["unique_indices"]
@@ -264,7 +264,7 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # Rounded terms could overflow although their sum does not.
+    # Rounded terms could overflow, unlike their sum.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):

@@ -102,7 +102,6 @@ def test_values_places_and_gradients_are_those_of_the_definition(implementation,
 @ours
 def test_each_parametrization_has_its_own_gradient(implementation, parametrization):
     (logits,) = normal((4, 7, PARAMETERS[parametrization]), seed=1)
-    # The cache then has one program for the default.
     options = dict(pool=2) | ({} if parametrization == "softmax" else dict(parametrization=parametrization))
     run = of_op(implementation, **options)
     reference = in_float64(of_op("autodiff", **options), logits, WIRES, images())

@@ -50,7 +50,7 @@ def test_the_forward_is_the_textbooks(implementation):
 def test_the_gradient_in_a_row_is_not_the_jacobians_diagonal_alone(implementation):
     x, scale, dy = normal((3, 64), (64,), (3, 64))
     dx, *_ = layer_norm_backward(dy, x, scale, 0.0, implementation=implementation)
-    # Adding to a whole row, or scaling it, changes no output.
+    # Shifting or scaling a row does not change y.
     normalised = layer_norm(x, jnp.ones(64), jnp.zeros(64), 0.0, implementation="autodiff")
     np.testing.assert_allclose(jnp.sum(dx, axis=-1), 0, atol=1e-5)
     np.testing.assert_allclose(jnp.sum(dx * normalised, axis=-1), 0, atol=1e-5)
