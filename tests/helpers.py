@@ -171,7 +171,7 @@ def compiled(name, place, implementation):
 
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
-    seed += 40_000  # differences then cross no kink of ReLU, and no probability is nearly 0
+    seed += 40_000  # finite differences then cross no kink of ReLU, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)

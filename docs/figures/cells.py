@@ -134,7 +134,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command that repeats a run, also if its script has moved to experiments/studies/ or was deleted."""
+    """Return the command that repeats a run, also if its script has moved or was deleted."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

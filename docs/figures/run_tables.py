@@ -52,7 +52,7 @@ def seeds(reports: Reports) -> str:
 
 
 def setting(report: Report, row: Row) -> str:
-    """Older result files have the settings in several fields."""
+    """Return a run's settings as text. Older result files have them in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]

@@ -24,7 +24,7 @@ def supported(reports: Reports) -> str:
         if report.get("platform") == "gpu":
             versions = report["versions"]
             key = versions["python"].rpartition(".")[0], versions["jax"]
-            on_gpus.setdefault(key, {})[report["device"]] = name  # the latest run on this GPU
+            on_gpus.setdefault(key, {})[report["device"]] = name
     for key, runs in on_gpus.items():
         latest = ", ".join(map(link, sorted(runs.values())))
         lines.append((*key, " and ".join(sorted(runs)), f"by the tests marked `gpu`, and by runs such as {latest}"))

@@ -23,7 +23,7 @@ SETTLING_SECONDS = 2.4
 QUICK_SETTLING_SECONDS = 0.6
 """`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
-"""A reference counts as 0 below this share of the largest norm."""
+"""A reference array counts as 0 if its norm is below this share of the largest norm."""
 MEASURED = (
     "microseconds",
     "round_microseconds",

@@ -85,7 +85,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # so that a disturbance affects one round per program
+    for _ in range(measure.ROUNDS):
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -102,7 +102,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The bytes or operations of a program, and a function that times it in rounds of given seconds."""
+"""The bytes or operations of a program, and a function from the seconds of a timing round to the program's seconds."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:

@@ -165,7 +165,7 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
-            if peer is not None:  # only peers compile in `run`
+            if peer is not None:
                 print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
             with jax.default_matmul_precision(self.settings.precision):
                 row = self._row(name, peer, precision, attempt(run))

@@ -23,7 +23,7 @@ class Workload:
     """An op or a training step to time.
 
     Attributes:
-      op, place: the name and the size of an op or of a training step.
+      op, place: the name and the size of an op or training step.
       options: the keyword arguments of an op, or the arguments that make a training step's network.
       batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. `implementation` may be a function of `baselines`.

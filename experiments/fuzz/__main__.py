@@ -3,7 +3,7 @@
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
 The seed and a case's number determine the case. Cases that share a compiled program differ only in the kind of data
-(`program.DATA`). `jaxbp/verify/judge.py` describes the comparison.
+(`program.DATA`).
 
 A failing case is reduced, and printed as Python code. A case whose child process dies or hangs counts as a crash, and
 runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff. The JSON

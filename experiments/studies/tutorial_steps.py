@@ -2,8 +2,7 @@
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-The page's code defines the kernels. The roofline is the least time in which this GPU reads a kernel's arguments and
-writes its results.
+The page's code defines the kernels.
 """
 
 import argparse

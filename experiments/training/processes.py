@@ -196,7 +196,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Queue a new connection and the numbers that it sent, or close it if its token is wrong."""
+    """Queue a new connection, its process number, and its number of processes. If its token is wrong, close it."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):

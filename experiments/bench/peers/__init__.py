@@ -30,7 +30,7 @@ class Task:
     """A workload that a peer computes and times.
 
     Attributes:
-      op, options: the name of an op or of a training step, and its `Workload.options`.
+      op, options: the name of an op or training step, and its `Workload.options`.
       sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty if only the
         names of the variants are needed.
       small: arguments with a small batch, for the comparison with float64.

@@ -32,7 +32,7 @@ def _measured(task, options):
     timed = time_compiled(compiled, task.sets, task.calls, task.seconds)
     call = jax.jit(function, compiler_options=options).lower(*task.sets[0]).compile()
     memory = {"temporary_bytes": call.memory_analysis().temp_size_in_bytes}
-    return timed | memory | {"results": floats(call(*task.small))}  # the small batch is the whole batch
+    return timed | memory | {"results": floats(call(*task.small))}
 
 
 def _published(logits, automaton, state, steps):
