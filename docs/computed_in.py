@@ -40,7 +40,7 @@ ADD_IN_HALF = {
 
 Found = defaultdict[str, set[str]]
 """The floating dtypes of each kind of computation in `PRIMITIVES`, of an op's "results", and of the arrays "kept" for
-its backward, where "inputs" stands for kept inputs."""
+its backward, where kept inputs count as "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk

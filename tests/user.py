@@ -1,4 +1,4 @@
-"""A user's program, which runs with an installation alone, and has no type errors."""
+"""A user's program, which needs only an installation of jaxbp, and has no type errors."""
 
 import sys
 
