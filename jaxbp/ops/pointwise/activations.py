@@ -140,6 +140,10 @@ def _softmax_save(x, where, *, axis):
     return y, (y, where)
 
 
+def _softmax_residuals(x, where, *, axis):
+    return _softmax_forward(upcast(x), where, axis=axis), where
+
+
 def _softmax_terms(dy, y):
     return dy * y, y
 
@@ -152,7 +156,7 @@ def _softmax_combine(dy, y, weighted, total):
 def _softmax_formula(dy, y, where, *, axis):
     arrays = upcast(select(where, dy, 0)), upcast(y)
     sums = (jnp.sum(a, axis=axis, keepdims=True) for a in _softmax_terms(*arrays))
-    return _softmax_combine(*arrays, *sums).astype(y.dtype), None
+    return _softmax_combine(*arrays, *sums).astype(dy.dtype), None
 
 
 def _softmax_kernel(dy, y, where, *, axis):
@@ -165,6 +169,7 @@ _SOFTMAX = fused_pair(
     _softmax_forward,
     {"xla": _softmax_formula, "pallas": _softmax_kernel},
     save=_softmax_save,
+    residuals=_softmax_residuals,
     name="softmax",
     default=AUTODIFF_ON_CPU,
     default_vjp=AUTODIFF_ON_CPU,
@@ -359,10 +364,7 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ / Σⱼ yⱼ)`, where y is the softmax of x in x's dtype.
-
-    The sum `Σⱼ yⱼ` is 1 except for rounding.
-    """
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, where y is the softmax of x."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
