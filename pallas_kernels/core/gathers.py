@@ -78,7 +78,8 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` in registers, for one integer block `(lanes, width)` per axis of `ref`."""
+    """Return `ref[places]`, an array `(lanes, width)` in registers. `places` are integer blocks `(lanes, width)`, one
+    per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -95,8 +96,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Set `ref[places] = values`, for one integer block per axis of `ref`. Where indices repeat, any of their values
-    may remain."""
+    """Set `ref[places] = values`, with indices as in `gather_elements`. If indices repeat, any of their values may
+    remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -157,7 +158,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return float32 `(lanes, len(blocks))`. Column k has the sum of each row of block k, added from left to right."""
+    """Sum each row of each block, from left to right. Return float32 `(lanes, len(blocks))`: column k has the sums of
+    block k."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -179,8 +181,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return the float32 block, computed before the code that follows. Otherwise, LLVM may add a loop's terms to the
-    carry only at the end of the body, and keep all terms in registers."""
+    """Return the float32 block, but make LLVM compute it before the code that follows. LLVM could otherwise keep all
+    terms of a sum in registers, and add them at the end of the loop's body."""
     if simulating() is not None:
         return block
 
@@ -198,8 +200,8 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that elements and
-    vectors do not overlap. After additions to elements, it would then reuse the vector that it stored before."""
+    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that accesses to
+    elements and to vectors do not overlap, and reuse a vector whose elements have changed."""
     if simulating() is not None:
         return
 
@@ -211,8 +213,8 @@ def compiler_fence() -> None:
 
 
 def meet(barrier: Any) -> None:
-    """Wait until all warpgroups of the CTA call this function, and make their writes to shared memory visible. Only the
-    simulator uses `barrier`, with one arrival per warpgroup."""
+    """Wait until all warpgroups of the CTA call this function. Their earlier writes to shared memory are then visible.
+    Only the simulator uses `barrier`, with one arrival per warpgroup."""
     if simulating() is not None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -227,12 +229,12 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """From the reference at index `array` of each list, load a block of shape `shape` that begins at element `start`.
-    Elements beyond the reference's end are copies of its last element.
+    """From each list, load a block of shape `shape` from the list's reference number `array`, beginning at element
+    `start`. Elements beyond the reference's end are copies of its last element.
 
     Args:
-      lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
-        same length. They are aligned to the bytes in a block's row.
+      lists: lists of references `(n,)` to device memory, of one dtype per list. References with the same number have
+        the same length. They are aligned to the bytes in a block's row.
       array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape
@@ -264,7 +266,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each list's block to the elements that `load_of` would load, except beyond a reference's end."""
+    """Write one block per list to the elements that `load_of` loads, except beyond a reference's end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -70,10 +70,10 @@ def launch(
         shared memory.
       in_place: index of an input among the leaves of `arrays` -> index of an output that may use its memory. Only the
         CTA that reads an element may write it, after the read. XLA copies an input that is used later.
-      skippable: indices of entries of `out`. The body gets None for an entry that the program does not use. Not
+      skippable: indices in the tuple `out`. The body gets None for such an output if the program does not use it. Not
         together with `in_place`.
-      approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). `exp2` then has about
-        float32's rounding error, and `tanh` an error of 2^-11.
+      approximate: whether `exp2`, `log`, and `tanh` may be single instructions. `exp2` then has about float32's
+        rounding error, and `tanh` an error of 2^-11.
 
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body.
@@ -162,8 +162,7 @@ def _mosaic(
 
 
 _MAX_OUTER_CTAS = 2**16 - 1
-"""Maximum CTAs along y or z of a CUDA grid. The last axis of `grid` is x, with at most 2**31 - 1 CTAs (CUDA C++
-Programming Guide)."""
+"""Maximum CTAs along y or z of a CUDA grid. The last axis of `grid` is x, which may have 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
@@ -210,8 +209,7 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result that is replicated on the arrays' mesh, or None if no mesh has only automatic
-    axes."""
+    """Return a replicated sharding on the arrays' mesh, or None if no mesh has only automatic axes."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -219,7 +217,7 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of the argument `out` of `launch`: the types of its leaves, and whether the kernel writes them."""
+    """An item of the tuple `out` of `launch`: the types of its leaves, and whether the kernel writes them."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False

@@ -68,16 +68,16 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies. Threads store a `wgmma` accumulator to it without bank conflicts.
-    Its rows have at most `OPERAND_BYTES` bytes."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies, with rows of at most `OPERAND_BYTES` bytes. Threads store a
+    `wgmma` accumulator to it without bank conflicts."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box`. Bulk copies to the box may begin anywhere in device memory, but copies to the operand only at multiples of
-    its tiles. The simulator has only the operand."""
+    `box`. Bulk copies to the operand may begin only at multiples of its tiles in device memory, but copies to the box
+    anywhere. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -104,8 +104,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return `sums` plus matrix products. `add` takes one accumulator per array, and adds products to it with
-    `wgmma`."""
+    """Return `sums` plus matrix products. `add` takes one accumulator per sum, and adds products to it with `wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -140,8 +139,8 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some of
-    these convert booleans, and JAX 0.11 starts a process for each conversion."""
+    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations for signs. Some of these
+    convert booleans, and JAX 0.11 starts a process for each conversion."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 

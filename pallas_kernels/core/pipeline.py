@@ -1,7 +1,7 @@
 """The pipeline of all kernels: a ring of stages of shared memory, which bulk copies fill before the data is needed.
 
-A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
-stages`, and then signal the stage's barrier, at which readers wait. A ring has two uses:
+A step is one iteration of a kernel's loop. The copies for step `step` fill stage `step % stages`, and signal the
+stage's barrier, at which readers wait. A ring has two uses:
 
 - The same warpgroups fetch and compute. After a `prefetch`, they `wait` for each step, compute, and `fetch` a later
   step into the stage. The caller ensures that all threads have read the stage.
@@ -31,7 +31,7 @@ class Ring:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
         warpgroup must wait for every phase of a barrier.
-      steps: None if the caller fetches only steps that exist.
+      steps: number of steps, or None if the caller fetches only steps that exist.
       free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
       fixed_stage: this ring's only stage, if several warpgroups share the stages.
       turn: index of the ring's consumer in a ping-pong schedule.
@@ -49,7 +49,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. `prepare()` runs before, and returns when the stage is free."""
+        """Start a step's copies if the step exists. Before, `prepare()` waits until the stage is free."""
 
         def start():
             prepare()
@@ -80,8 +80,7 @@ class Ring:
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until consumers have released the last of `steps` steps. A CTA may not end while another CTA arrives at
-        its barriers."""
+        """Wait until consumers have released all steps. A CTA may not end while another CTA arrives at its barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

@@ -2,13 +2,12 @@
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. Instead of a row's mean, the kernels
-store its `offset`, the mean minus the row's first element. Rounding a mean far from zero would lose digits of
-`x - mean`.
+Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. The kernels store `offset`, the mean
+minus the row's first element, because rounding a mean far from zero would lose digits of `x - mean`.
 
-A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
-part of dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels use no shared memory,
-so they also run in the interpreter.
+A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and the
+sums over these rows for dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared
+memory, the kernels also run in the interpreter.
 """
 
 import dataclasses
@@ -32,12 +31,12 @@ _SUMMED_COLUMNS = 4096
 _SUMMED_ROWS = 32
 """Maximum rows per CTA of `gradients`. Not tuned."""
 _PROGRAMS = 4
-"""Fewest CTAs of `gradients` per multiprocessor if CTAs get several rows. Not tuned."""
+"""Fewest CTAs of `gradients` per multiprocessor before a CTA gets several rows. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """`vector` is the number of elements that a CTA loads at once, a multiple of its threads."""
+    """`vector` is the number of elements that a CTA loads at once, a multiple of `LANES`."""
 
     vector: int
 
@@ -71,8 +70,8 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std) for x `(rows, hidden)`. y has x's dtype. offset and inv_std are float32 `(rows,)`.
-    Without `center`, bias and offset are None."""
+    """Return y in x's dtype, and float32 offset and inv_std `(rows,)`, for x `(rows, hidden)`. Without `center`, bias
+    and offset are None."""
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
@@ -126,7 +125,7 @@ def gradients(
     None without `with_y`.
 
     Args:
-      bias: used only with both `with_y` and `center`.
+      bias: used only for y.
       offset, inv_std: unused. The kernel computes them from x.
     """
     rows, hidden = x.shape
@@ -154,7 +153,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use. `mask_ref` is 0 in the columns that pad the row, else 1."""
+    """A row in device memory, loaded again for every use. `mask_ref` is 1, but 0 in the columns that pad the row."""
 
     x_ref: Any
     mask_ref: Any

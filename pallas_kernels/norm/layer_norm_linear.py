@@ -2,9 +2,9 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-x̂ is LayerNorm's normalized input, w the dense layer's weights, and dz the gradient with respect to its output.
-`s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. dscale and dbias are sums over the dense layer's outputs. A CTA
-computes a tile of dw and the tile's terms of dscale and dbias. XLA adds the terms.
+`s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. x̂ is LayerNorm's normalized input, w the dense layer's weights,
+and dz the gradient with respect to its output. dscale and dbias are sums over the outputs. A CTA computes a tile of dw,
+and sums dscale and dbias over the tile's outputs. XLA adds the CTAs' sums.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.core.tiles import kernel
 _PROGRAMS = 8
 """Wanted CTAs per multiprocessor. Not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA, so that its sums are much smaller than its part of s. Not tuned."""
+"""Fewest outputs per CTA, so that XLA reads far fewer sums than the CTAs read elements of s. Not tuned."""
 _LOADED_OUTPUTS = 4
 """Outputs whose s and w a CTA loads at once. Not tuned."""
 
@@ -53,7 +53,7 @@ def _heuristic(s, db, scale, bias, w):
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:
-    """Return (dw, dscale, dbias). dw has w's dtype, and dscale and dbias are float32.
+    """Return dw in w's dtype, and float32 dscale and dbias: see the module's docstring.
 
     Args:
       s, db: `(outputs, hidden)` and `(outputs,)`, float32.

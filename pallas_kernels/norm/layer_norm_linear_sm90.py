@@ -2,8 +2,8 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-w stays in shared memory, so x and z must be narrow. In the forward, the two warpgroups of a CTA compute different
-blocks of 64 rows. In the input gradient, each computes half of the columns of dx in the same block.
+w stays in shared memory, so x and z must be narrow. In the forward, each of a CTA's two warpgroups computes another
+block of 64 rows. In the input gradient, each computes half of the columns of dx in the same block.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _MIN_ROWS = 65536
 _WARPGROUPS = 2
 """With three warpgroups per CTA, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
-"""Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
+"""Bytes to which Mosaic GPU aligns arrays in shared memory (docs/lab/2026-11-21-norm.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Stages in the ring for blocks of dz."""
+    """Stages in the ring of shared memory for blocks of dz."""
 
     stages: int
 
@@ -109,7 +109,7 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return z `(rows, outputs)`, and offset and inv_std as in `layer_norm.normalise`.
+    """Return z `(rows, outputs)` in x's dtype, and float32 offset and inv_std `(rows,)`: see `layer_norm.py`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
@@ -243,8 +243,8 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and LayerNorm's normalized input x̂ in x's dtype. dz, `(rows, outputs)`, is the gradient with respect to
-    z. Other arguments are arguments and results of `forward`."""
+    """Return dx and x̂ in x's dtype. dz `(rows, outputs)` is the gradient with respect to z. Other arguments are
+    arguments and results of `forward`."""
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
@@ -280,8 +280,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """With `t = (dz w) * scale`, `sums` has the sums of t and of t * x̂ over each warpgroup's half of a row. `hat` is
-    the result x̂, or None if it is unused."""
+    """With `t = (dz w) * scale`, each warpgroup writes the sums of t and of t * x̂ over its half of a row to `sums`.
+    `hat` is the result x̂, or None if it is unused."""
 
     dz: Any
     x: Any

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
-Groups of rows stream by TMA through a ring of stages (`row_stream.py`). A persistent CTA loads blocks of rows from a
-stage into registers (`row_block.py`), and overwrites the stage with the results. `layer_norm.py` has the formulas.
+TMA copies groups of rows to a ring of stages (`row_stream.py`). A persistent CTA loads a stage's rows into registers
+(`row_block.py`), and overwrites the stage with the results. `layer_norm.py` has the formulas.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _RINGS_BYTES = 192 * 1024
 _DRIVERS_BYTES = 1024
 """Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Shared memory of a CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
+"""Shared memory per CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -50,7 +50,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the rows per group: at least one block, and enough for TMA copies of about 8 KiB."""
+    """Return the rows per stage: at least one block of `row_block.py`, and enough for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -102,7 +102,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Compute `layer_norm.normalise`."""
+    """Compute `layer_norm.normalise`, with the same arguments and results."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -133,7 +133,8 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute `layer_norm.gradients`. If inv_std is None, the kernel computes offset and inv_std from x."""
+    """Compute `layer_norm.gradients`, with the same arguments and results. If inv_std is None, the kernel computes
+    offset and inv_std from x."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
@@ -162,13 +163,13 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return only `layer_norm.gradients`' dx, in x̂'s dtype, from `t = dy * scale` and x̂."""
+    """Return dx of `layer_norm.gradients`, in x̂'s dtype, from `t = dy * scale` and x̂ (the argument `normalised`)."""
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return (dx, x̂) in x's dtype, from `t = dy * scale` and x."""
+    """Return dx of `layer_norm.gradients`, and x̂, in x's dtype, from `t = dy * scale` and x."""
     return _launch_input_gradient(t, x, None, eps, config)
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """Statistics of rows as in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
+    """offset and inv_std of rows (see `layer_norm.py`), or references to them. Without `center`, `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -85,20 +85,20 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Return this thread's part of the sums of a block's columns. `sum` adds the parts of the threads."""
+        """Return each thread's part of the sum over a block's rows. `sum` adds the parts."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of the first rows of blocks that are computed together. Blocks with one row per warp are
-        together, to overlap their shuffles. A block with one row per warpgroup needs all registers."""
+        """Divide `rows` rows into blocks, and return lists of the first rows of blocks that are computed together. With
+        one row per warp, this overlaps the blocks' shuffles. A block with one row per warpgroup needs all registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns `compute()`. With one row per warp, each call computes the value again.
+        """Return a function that returns `compute()`. With one row per warp, it computes the value at every call.
         Otherwise, the value stays in registers."""
         if self.row_per_warp:
             return compute
@@ -106,8 +106,8 @@ class Block:
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Blocks and results are functions as in `values`."""
+        """Return `operation(block, a)` for each block, with the block's values per row, a, repeated along each row.
+        Blocks and results are functions: see `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -117,8 +117,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return the normalized blocks x̂, as functions (see `values`), and their statistics, which are computed unless
-        `known_statistics` has them."""
+        """Return the normalized blocks x̂, as functions (see `values`), and their statistics, computed if
+        `known_statistics` is None."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -147,7 +147,6 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return None for an unsupported width."""
     if hidden <= 1024 and hidden % 128 == 0:
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return Block(hidden, 4, 128, layout)

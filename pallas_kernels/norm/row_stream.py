@@ -1,7 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
 With n CTAs, each computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
-device memory. Beyond the array's last row, copies read zeros and write nothing.
+device memory. After the array's last row, copies read zeros and write nothing.
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ from pallas_kernels.norm.row_block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`rows` is the number of rows per group, whole blocks that fill one stage. `programs` counts the CTAs per
-    multiprocessor."""
+    """`rows` is the number of rows per group, which fill one stage. `programs` counts the CTAs per multiprocessor."""
 
     rows: int
     stages: int
@@ -46,10 +45,10 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """For each group of rows, call `carry = step(first_row, stages, wait, carry)`, and return the last carry.
+        """For each group of rows, call `carry = step(first_row, stages, wait, carry)`. Return the last carry.
 
-        `step` gets one stage per array of `sources`, filled when `wait()` returns. It overwrites the i-th stage with
-        the result for the i-th array of `targets`.
+        `step` gets one stage per array in `sources`, filled when `wait()` returns. It overwrites the i-th stage with
+        the result for the i-th array in `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

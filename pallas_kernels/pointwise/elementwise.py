@@ -1,7 +1,8 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-A CTA applies the formula to one block, consecutive elements of a row. A row spans trailing axes along which each array
-either has all elements or is constant. A row's last CTA also computes the elements after the last whole block.
+The axes are divided into leading axes and trailing axes, which form a row. Along a row, each array has either all
+elements or a single one. A CTA applies the formula to one block of consecutive elements of a row. A row's last CTA also
+computes the elements after the last whole block.
 """
 
 import dataclasses
@@ -19,16 +20,16 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes. Mosaic GPU combines only vectors with equally many elements per load,
-of at most 8 bytes."""
+"""Maximum elements per thread with mixed dtypes: a thread must load equally many elements of all arrays at once, at
+most 8 bytes of each."""
 _WANTED_PROGRAMS = 1024
-"""CTAs to aim for: several per multiprocessor. Not tuned."""
+"""Wanted CTAs: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
-"""Elements per widest access of a thread, 16 bytes (CUDA C++ Programming Guide)."""
+"""Elements of float32 per widest access of a thread, 16 bytes."""
 _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread. Earlier axes extend shorter rows."""
 
@@ -140,11 +141,11 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows. In a row, each array has either all elements or only one.
+    """Division of arrays that broadcast to `shape` into rows, the axes from `axis` on.
 
     Args:
-      axis: first of the axes that a row spans. The default gives the longest rows. If an array has some but not all
-        elements of a row, `flatten` broadcasts it in memory.
+      axis: by default the first axis that gives rows in which each array has all elements or only one. For an earlier
+        axis, `flatten` broadcasts the other arrays in memory.
 
     Attributes:
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.

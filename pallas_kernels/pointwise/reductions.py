@@ -1,6 +1,7 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums part of a row to one element, or part of a block of columns to one sum per column. XLA adds the parts.
+Along rows, a CTA sums part of a row to one element. Along columns, it sums part of a block of columns to one sum per
+column. XLA adds the parts.
 """
 
 import dataclasses
@@ -25,11 +26,12 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""CTAs to aim for. More were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
+"""Wanted CTAs. More were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum elements of a vector per thread. Along columns, each element has a separate sum. Not tuned."""
+"""Maximum elements of a vector per thread, for sums along rows and along columns. Along columns, each element has a
+separate sum. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes, as in `elementwise.py`."""
+"""See `elementwise.py`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """An order in which a sum over some axes reads memory in long contiguous pieces.
+    """An order of the axes in which a sum reads memory in long contiguous pieces.
 
     Attributes:
       shape: shape of the data that the kernel reads.
@@ -105,8 +107,8 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data is a
-    stack of `count` matrices of `blocks` blocks of columns each, and each step adds the next row's vector to a sum.
+    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data are
+    `count` matrices of `blocks` blocks of columns. Each step adds one row's vector to a sum.
     """
 
     rows: Rows
@@ -121,8 +123,7 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and the index of the first element that it reads there. Along columns, the
-        last two blocks may overlap."""
+        """Return a step's row, and its first element in the row. Along columns, the last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -165,7 +166,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     size 1 along `axes`. XLA sums a row's elements after the last whole vector.
 
     Args:
-      formula: as in `elementwise`.
+      formula: see `elementwise`.
       axes: counted from the front.
     """
     full_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
@@ -202,7 +203,7 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Later axes than `walk.axis` must have enough elements for one vector."""
+    """The axes after `walk.axis` must have enough elements for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)

@@ -1,7 +1,7 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in lists, such as parameters, moments, and gradients. A CTA computes one block of the i-th arrays of all
-lists.
+Arrays come in lists, such as parameters, moments, and gradients. A CTA computes the same block of the i-th array of
+every list, for one i.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
-"""Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Sixteen would take most registers. Not tuned."""
+"""Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Sixteen would take most registers."""
 _WANTED_PROGRAMS = 1024
-"""CTAs to aim for: several per multiprocessor. Not tuned."""
+"""Wanted CTAs: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Maximum average elements per array. The kernel was faster than XLA with 128,000, but not with 1,024,000:
+"""Maximum average elements per array. With 1,024,000, the kernel was no faster than XLA:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum arrays of each list per launch. The compile time grows faster than linearly. Not tuned."""
+"""Maximum arrays of each list per launch, to bound compile time. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 Arrays = Sequence[Array]
@@ -38,7 +38,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Consecutive accesses of each thread to an array."""
+    """Consecutive accesses per thread to each array."""
 
     accesses: int = 1
 
@@ -79,9 +79,10 @@ def updates(
     kernel runs only on GPUs and in the simulator.
 
     Args:
-      formula: maps a list of scalars, and one float32 block per list, to one new block per list of `changed`.
+      formula: maps a list of scalars, and one float32 block per list, to a tuple of new blocks for the lists of
+        `changed`.
       scalars: `(n,)`, float32.
-      changed: lists of arrays to replace, each list of one dtype. The i-th arrays of all lists have the same shape.
+      changed, constant: lists of arrays, of one dtype per list. The i-th arrays of all lists have the same shape.
     """
     new = [list(arrays) for arrays in changed]
     filled = [i for i, a in enumerate(changed[0]) if a.size]
