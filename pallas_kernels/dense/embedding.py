@@ -1,7 +1,7 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 
-XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. One CTA computes the whole row for a
-short run, or one block of features for a long run. Long runs start first, so that they do not finish last.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. For a short run, one CTA computes the
+whole row; for a long run, one block of features. Long runs start first, so that they do not finish last.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _BLOCKS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Features per block."""
+    """Features of a row per block."""
 
     length: int
 
@@ -42,7 +42,8 @@ def _heuristic(dy: Any, order: Any, starts: Any) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) -> Array:
-    """Compute `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1], in dy's dtype, summed in float32.
+    """Compute the gradient with respect to the table, `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1],
+    in dy's dtype, summed in float32.
 
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
@@ -107,8 +108,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the indices of the rows with long runs, padded with the number of rows. Each long run contains a multiple
-    of `_LONG_RUN`, so only the rows at these positions are tested."""
+    """Return the rows with long runs, padded with the number of rows. Each long run contains a multiple of `_LONG_RUN`,
+    so only tokens at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

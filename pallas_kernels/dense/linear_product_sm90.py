@@ -1,8 +1,8 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
 A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
-ping-pong and cooperative schedules. The two CTAs of a cluster compute two tiles, one below the other. Each copies half
-of each block of the right operand, and multicasts it to both.
+ping-pong and cooperative schedules. A cluster's two CTAs compute two tiles, one below the other. Each copies half of
+each block of the right operand, and multicasts it to both.
 """
 
 import dataclasses
@@ -30,14 +30,15 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A producer and two consumer threads share 512."""
 
 _RASTER_COLUMNS = 2048
-"""Width of the part of the result that concurrent tiles cover. Half and twice this were slower:
-docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
+"""Columns of the result that concurrent tiles cover. Half and twice this were slower: docs/lab/2026-11-21-dense.md (dw)
+and docs/lab/2026-11-24-dense.md (forward)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `rows` x `columns`. The summed axis has `splits` parts, each with its result (split-K). CTAs compute the
-    result block by block, each `raster` tiles wide; 0 means a single block. A cluster has 1 or 2 CTAs."""
+    """Tiles of `rows` x `columns`. The summed axis is divided into `splits` parts, each with a separate result
+    (split-K). CTAs compute the result in vertical blocks, `raster` tiles wide; 0 means a single block. A cluster has 1
+    or 2 CTAs."""
 
     rows: int
     columns: int
@@ -63,8 +64,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of the tile with number `index`. Tiles are numbered row by row within blocks, `width`
-    tiles wide."""
+    """Return the row and column of tile `index`. Tiles are numbered row by row within vertical blocks, `width` tiles
+    wide."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -125,7 +126,7 @@ class Product:
 
     @property
     def barriers(self) -> list[Any]:
-        """Barriers of a `Ring`: `loaded`, one per turn and stage, and `free`."""
+        """Barriers of a `Ring`: `loaded`, one per tile in progress and stage, and `free`."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -160,7 +161,7 @@ class Product:
         Args:
           ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` numbers
             all steps of the CTA.
-          spans: takes a tile, and returns `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
+          spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
             *accumulators)` starts a step's products, and waits for the previous step's products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
@@ -180,8 +181,8 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from number `first` on. Return the
-        last `count`. `count` is the number of steps before the tile, and `turn` the index of its consumer in the
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from its `first` tile on, and
+        return the last `count`: the number of steps before the tile. `turn` is the index of the tile's consumer in the
         ping-pong schedule."""
 
         def visit_next(i, count):

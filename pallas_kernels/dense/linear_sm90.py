@@ -4,7 +4,7 @@
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
 The pipeline is in `linear_product_sm90`. The summed axis of dw is split (split-K) until all multiprocessors are busy,
-and the splits' sums are added in a fixed order. The product of dyᵀ and columns of ones yields db.
+and XLA adds the splits' sums in a fixed order. The product of dyᵀ and columns of ones yields db.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _MAX_STAGES = 6
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
 _STEP_MICROSECONDS = 0.75
-"""Estimate for a step of a 128 x 256 tile on an H200: docs/lab/2026-11-21-dense.md."""
+"""Estimated time of a step of a 128 x 256 tile on an H200: docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
 """Rate of writing and reading the splits' sums. Not tuned."""
 
@@ -138,7 +138,7 @@ def _forward_heuristic(x, w, b):
 
 @kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
-    """Return `x wᵀ + b` in x's dtype. The float32 sums are rounded once, after b is added.
+    """Return z `(rows, outputs)`, `x wᵀ + b` in x's dtype. The float32 sums are rounded once, after b is added.
 
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
@@ -213,8 +213,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Divide the tile's steps into three consecutive ranges, each (first, end, multiply). In the second range, dy
-        is also multiplied by ones, for db. All tiles in a row read the same dy, and their second ranges cover each step
+        """Divide the tile's steps into three consecutive ranges, each (first, end, multiply). In the second, dy is also
+        multiplied by ones, for db. All tiles in a row read the same dy, and their second ranges cover each step
         once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
@@ -274,7 +274,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
 
     Args:
       dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
-      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
+      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of `config.columns`.
     """
     dtype = dtype or x.dtype
     (rows, outputs), inputs = dy.shape, x.shape[1]

@@ -1,6 +1,7 @@
-"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
+"""Cross-entropy of rows of logits with many classes: one kernel for sums and maxima over the classes, and one for the
+gradient.
 
-A CTA computes one part of a row. In the first kernel, each thread keeps the maximum of its logits and the sum of
+A CTA computes one part of a row. In the first kernel, each thread keeps its logits' maximum, and the sum of their
 exponentials, which it rescales when the maximum grows.
 """
 
@@ -25,8 +26,8 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Logits per vector, a divisor of the row's length; CTAs (parts) per row; and vectors whose loads are in flight at
-    once."""
+    """Logits per vector, a divisor of the row's length; CTAs per row, which compute one part each; and vectors whose
+    loads are in flight at once."""
 
     length: int
     parts: int
@@ -56,7 +57,8 @@ def statistics(
     with_sum: bool,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array]:
-    """Compute the statistics of each row of `z = cap(logits + b)`, with `cap(a) = softcap tanh(a / softcap)`.
+    """For each row of `z = cap(logits + b)`, with `cap(a) = softcap * tanh(a / softcap)`, compute what the loss and
+    `gradient` need.
 
     Args:
       logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` are padding.
@@ -65,8 +67,8 @@ def statistics(
       softcap: None for no cap.
 
     Returns:
-      (largest, total, sum, label_z), float32 `(rows,)`: the largest z, `Σ exp(z - largest)` over the classes, `Σ z`
-        over the classes or None, and the z of the label, or of class 0 for the label -1.
+      (largest, total, sum, label_z), float32 `(rows,)`: the largest z, `Σ exp(z - largest)` and `Σ z` over the classes,
+        and the z of the label, or of class 0 for the label -1. Without `with_sum`, sum is None.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -133,11 +135,11 @@ def gradient(
     softcap: float | None,
     config: Config,
 ) -> Array:
-    """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`, with 0 in padding columns.
+    """Compute `dlogits = dy * (p * (1 + 2 * z_loss * logsumexp(z)) - y) * cap'(logits + b)`, with 0 in padding columns.
 
     p is the softmax of z. y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
-    dy is float32 `(rows,)`, and z, cap, and the other arguments are as in `statistics`. dlogits overwrite the logits,
-    which XLA copies first if they are still needed.
+    dy is float32 `(rows,)`. `statistics` defines z, cap, and the other arguments. dlogits overwrite the logits, which
+    XLA copies first if they are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -189,8 +191,7 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The division of a row of logits into vectors, and of the vectors into parts. Part p has every `parts`-th vector
-    from vector p on."""
+    """Part p of a row's `parts` parts. It has every `parts`-th vector of logits, from vector p on."""
 
     length: int
     classes: int
@@ -211,8 +212,8 @@ class _Part:
 
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros). `load_group(group)` returns (exists, z, is_class)
-        for `unrolled` vectors. `exists` is False beyond the part's last vector. `is_class` masks the columns that are
-        classes, or is None if all are."""
+        for each of `unrolled` vectors. `exists` is False after the part's last vector. `is_class` masks padding, or is
+        None without padding."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

@@ -24,12 +24,12 @@ _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs in a slice of a layer's weights: one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
+"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages."""
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Free bytes, under 3 KiB of them for Mosaic's sums across warps and barriers. The rest preserves the numbers of stages
-in docs/lab/2026-11-21-dense.md."""
+"""Bytes of shared memory left free. Mosaic's sums across warps and barriers take less than 3 KiB; the rest preserves
+the numbers of stages in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. A product of its
-    kernels is a pair of padded widths (inputs, outputs)."""
+    """A multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. A product is a pair of
+    padded widths (inputs, outputs)."""
 
     sizes: tuple[int, ...]
 

@@ -16,8 +16,8 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Register layout for copying a slice from columns in device memory to rows of an operand. A warp copies 4 inputs
-    of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
+    """Register layout for copying from columns in device memory to rows of an operand. A warp copies 4 inputs of 8
+    examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -47,7 +47,7 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store each example's row to its column in device memory, from index `first` on."""
+    """Store each example's row as a column of `columns` in device memory, from index `first` on."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
@@ -55,7 +55,7 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
-    Without the mask, an infinite input times padding zeros would spread NaN to the next layer."""
+    Unmasked padding could become NaN, and reach the next layer."""
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 

@@ -124,7 +124,8 @@ def forward(
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
-      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[i])`, where a 1 follows the layer's outputs.
+      loss `(N,)`, logits `(N, widths[-1])`, and a tuple with h `(N, widths[i])` of each hidden layer i, counted from 1.
+        In each row of h, a 1 follows the layer's outputs.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)
@@ -199,10 +200,10 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of `Σ dy loss`, for dy `(N,)` and arguments and results of `forward`.
+    """Compute the gradients of `Σ dy * loss`, for dy `(N,)` and arguments and results of `forward`.
 
     Return the gradients with respect to the logits and to each hidden layer's sums before ReLU, last layer first, then
-    dx, with zeros after a layer's outputs.
+    dx. Rows are padded with zeros.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -258,8 +259,8 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Return (loss, logits, hidden) of `forward`, and the tuple that `backward` returns for dy = 1. If an example's
-    label is not the index of a class, its gradients are 0."""
+    """Return (loss, logits, hidden) of `forward`, and the gradients that `backward` returns for dy = 1. An invalid
+    label's example has gradients of 0."""
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)

@@ -17,7 +17,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return each matrix, padded to its product's widths, rounded to TF32, and divided into slices, as one vector."""
+    """Return one vector per product: its weights, padded to the product's widths, rounded to TF32, and divided into
+    slices."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -29,7 +30,7 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with all slices, the biases, padded to their layers' widths, and zeros."""
+    """Return one vector: all slices, the biases, padded to their layers' widths, and zeros."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -38,8 +39,7 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """`products` has (inputs, outputs) of each product, in the order of use. `weights` has all slices in device
-    memory."""
+    """`products` has the pairs (inputs, outputs) in the order of use. `weights` has all slices in device memory."""
 
     products: list[tuple[int, int]]
     weights: Any
@@ -75,7 +75,7 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return `operand` times the transposed weights of the product with this index. Call this once per product, in
+        """Return `operand` times the transposed weights of product number `product`. Call this once per product, in
         order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the previous slice's stage is filled, if there is one.

@@ -1,8 +1,8 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
 A CTA computes one tile of a layer's dw for 128 examples: it multiplies the gradients with respect to the layer's sums
-by dy, and by the layer's inputs with `wgmma`. XLA adds the tiles in a fixed order. A 1 after each example's inputs
-yields db as a column of dw. Further CTAs multiply dx by dy.
+by dy, and then by the layer's inputs with `wgmma`. XLA adds the tiles of all examples in a fixed order. A 1 after each
+example's inputs yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw per group of 128 examples. `left` has a tile's gradients and `right` its inputs, in
-    shared memory, with the examples last."""
+    """`sums` has each layer's dw per 128 examples. `left` has a tile's gradients and `right` its inputs, in shared
+    memory, with the examples last."""
 
     dy: Any
     x: Any
@@ -139,13 +139,13 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    g is the gradient of each example's loss with respect to x, or to a layer's sums before ReLU. h[n, i] is the layer's
-    input i. Return dx, then dw and db of each layer in turn.
+    g is the gradient of each example's loss with respect to x, or to a layer's sums before ReLU, and h[n, i] the
+    layer's input i. Return dx, then dw and db of each layer in turn.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
       x, hidden, gradients: argument and results of `forward_and_gradients`.
-      sizes: sizes of the layers, inputs first.
+      sizes: numbers of inputs and of each layer's outputs.
     """
     parts = dy.size // LANES
     *gradients, dx = gradients

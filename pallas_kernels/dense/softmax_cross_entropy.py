@@ -1,5 +1,7 @@
-"""Softmax and cross-entropy, one example per lane. For an integer label that is not the index of a class, the loss is
-NaN, and so is the gradient unless dy is 0."""
+"""Softmax and cross-entropy, one example per lane.
+
+For an integer label that is not the index of a class, the loss is NaN, and the gradient is NaN unless dy is 0.
+"""
 
 import dataclasses
 import functools
@@ -43,7 +45,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Returns:
       loss in the dtype of the logits, and float32 largest and total for the backward. Half-precision probabilities
-        would round the gradient of an almost perfectly classified example to zero.
+        would round an almost perfectly classified example's gradient to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -77,8 +79,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    p is the softmax: `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`. y and the other arguments are as in
-    `loss_and_statistics`.
+    p is the softmax: `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`. `loss_and_statistics` defines y and the
+    arguments other than dy, `(N,)`.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
