@@ -7,16 +7,15 @@ c[g]. With dy, the gradient with respect to y,
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The gates that read an input are its consumers. One CTA computes
+The consumers of an input are the gates that read it. One CTA computes
 
 - in `gradients_by_gate`, if every input has one consumer: dc of a few gates, and dx of their inputs;
 - in `gradients_by_input`: dx of one input, and dc of the gates that read it as their a;
-- in `gradients_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc of half their consumers;
-- in `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. All loads start at once,
-  because a CTA with short rows mostly waits for loads.
+- in `gradients_along_trail`: dx of consecutive inputs of an Euler trail (see `Graph`), and dc of half their consumers;
+- in `input_gradient` and `coefficients_gradient`, for small batches: dx of a few inputs, or dc of a few gates.
 
-dy is `(gates, N)`, with N a multiple of `LANES`, or `(groups, N)` if equally large groups of neighboring gates share a
-gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)`. dx has x's dtype, and dc is float32.
+dy is `(gates, N)`, N a multiple of `LANES`, or `(groups, N)` if equally many consecutive gates share a gradient. x is
+`(inputs, N)`, and the coefficients are `(gates, 4)`. dx has x's dtype, and dc is float32.
 """
 
 import dataclasses
@@ -56,15 +55,15 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield four vectors whose sums over the lanes are a gate's dc. `values` has (dy, a, b) for each lane block."""
+    """Yield four vectors whose sums over the lanes are a gate's dc. `values` has (dy, a, b) for each block of lanes."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, a number as in `Graph`. The gate's derivative with respect to the input is
-    `slope + curve * partner`, where partner is the gate's other input."""
+    """Return (slope, curve) for a consumer, numbered as in `Graph`. The gate's derivative with respect to the input is
+    `slope + curve * partner`, where partner is its other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -78,14 +77,14 @@ def unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // GATE_SUMS
-"""Gates per CTA, whose sums fill whole tiles of `sums_over_lanes`."""
+"""Gates per CTA: their sums fill the rows of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Maximum lane blocks per CTA. Not tuned."""
+"""Maximum lane blocks, each of `LANES` examples, per CTA. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Tile of a CTA: `_GATES` gates, and `blocks` lane blocks of `LANES` examples."""
+    """Lane blocks of `LANES` examples per CTA."""
 
     blocks: int
 
@@ -108,7 +107,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). Only one CTA reads each element of x, so dx may use the memory of x."""
+    """Return (dx, dc). dx may use the memory of x, because only one CTA reads each element of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -173,7 +172,7 @@ _INPUT_EXAMPLES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Tile of a CTA: one input, and `blocks` lane blocks of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: one input, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -239,15 +238,15 @@ _SHORT_ROW = 512
 _SHORT_ROW_IN_L2 = 1024
 """The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
+"""Largest fraction of the L2 cache for x, to leave room for dy. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that it reads at once. Not tuned: docs/lab/2026-11-22-logic.md."""
+"""Maximum inputs per CTA, and consumers per input that it reads at once: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: `inputs` inputs, with `consumers` consumers each at once, and one lane block of `length`
-    examples."""
+    """Tile of a CTA: `inputs` inputs, and one block of `length` examples. The CTA loads `consumers` consumers of each
+    input at once."""
 
     inputs: int
     consumers: int

@@ -1,7 +1,7 @@
-"""Gradients of a layer of two-input gates, for wires that an Euler trail orders (see `Graph`).
+"""Gradients of a layer of two-input gates, in the order of an Euler trail through its inputs (see `Graph`).
 
-A CTA computes the gradients of several consecutive inputs of the trail. It starts all loads at once: each input's row
-of x and, for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
+A CTA computes several consecutive inputs of the trail. It starts all loads at once: each input's row of x and, for each
+gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
 _MAX_BLOCKS = 8
-"""Lane blocks of `LANES` per CTA. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum lane blocks per CTA. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
 """Bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes per load of a thread. With one example per load, half precision is slower than float32:
+"""Bytes per load of a thread. Loads of 2 bytes would make half precision slower than float32:
 docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
 """Rows of shared memory per CTA, for the sums of at most four gates."""
@@ -42,7 +42,7 @@ SUM_ROWS = SUMMED_ROWS // 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `inputs` inputs, and `blocks` lane blocks of `length` examples each, a multiple of `LANES`."""
+    """Tile of a CTA: `inputs` inputs, and `blocks` lane blocks of `length` examples, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
@@ -73,7 +73,8 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates through which the trail leaves its inputs."""
+    """Return (dx, dc). For each of its inputs, a CTA computes dc of the gates through which the trail leaves the
+    input."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

@@ -1,8 +1,8 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. The residue of a row is its index mod 8. The accesses
-of an octet, eight neighboring threads, take one cycle if different rows have different residues. The order of a layer's
-gates determines their rows.
+Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. A row's residue is its index mod 8. An octet, eight
+neighboring threads, accesses shared memory in one cycle if different rows have different residues. The order of a
+layer's gates determines their rows.
 """
 
 import itertools
@@ -12,17 +12,17 @@ import numpy as np
 
 OCTET = 8
 _SWEEPS = 2
-"""Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
+"""Passes that assign residues to gates. With one, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of two gates with equal residues that the next layer reads, relative to two whose gradients one octet reads.
-Chosen by hand for the published checkerboard automaton."""
+Chosen for the published checkerboard automaton."""
 _ROUNDING = 1e-6
 """Smaller decreases of the cost are rounding errors."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return how many cycles the accesses take if lane i accesses row `rows[i]` of shared memory."""
+    """Return the cycles of an access in which thread i accesses row `rows[i]` of shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads with the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -38,7 +38,6 @@ def orders(
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
       turns: for each layer, `(2, gates)`: each gate's position among the consumers of its input a, and of its input b.
-        The sum of the consumers' gradients has this order.
       rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []
@@ -55,13 +54,12 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return lists of eight gates, the octets, followed by the list of the remaining gates. `a` and `b` are the
-    residues of each gate's inputs. If all residues are equally frequent, none occurs twice among an octet's inputs a,
-    or inputs b.
+    """Return lists of eight gates (octets), and a list of the remaining gates. `a` and `b` are the residues of each
+    gate's inputs. If all are equally frequent, an octet's inputs a have different residues, and so have its inputs b.
 
-    The octets color the edges of a bipartite graph (D. König, 1916), whose edges are the gates, from residues of a to
-    residues of b. A gate joins an octet in which no gate has its residues. If there is none, it joins an octet in which
-    its residue of a is free, and displaces a gate. Displaced gates alternate between two octets.
+    This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
+    and octets are colors. If no octet is free for both residues of a gate, it displaces a gate with the same b.
+    Displaced gates alternate between two octets.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -106,8 +104,8 @@ def _with_residues(octets, readers, roles):
     is its row's residue.
 
     Args:
-      readers: `(2, gates)`, integers for the gradients with respect to a and to b. Two integers are equal if an octet
-        of the layer before reads both gradients in one access.
+      readers: `(2, gates)`, a number for each gate's gradients with respect to a and to b. Gradients that one octet of
+        the layer before reads in one access have equal numbers.
       roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
     """
     *octets, rest = octets

@@ -1,7 +1,7 @@
 """Forward of a layer of two-input gates.
 
-A CTA computes a few gates for one lane block, a vector along the batch. The batch is the slow axis of the grid, so all
-gates read a lane block of x while it is in the L2 cache.
+A CTA computes a few gates for one block of examples. The batch is the slow axis of the grid, so all gates read a block
+of x while it is in the L2 cache.
 """
 
 import dataclasses
@@ -17,22 +17,21 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.graph import Graph
 
 _LOAD_BYTES = 16
-"""A thread's widest load (CUDA C++ Programming Guide)."""
+"""Bytes of a thread's widest load."""
 _PROGRAM_EXAMPLES = 512
-"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md. Shorter lane blocks with more gates keep as many
-loads in flight."""
+"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `gates` gates, and one lane block of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: `gates` gates, and `length` examples, a multiple of `LANES`."""
 
     gates: int
     length: int
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the largest length that divides a row of x and takes one load per thread."""
+    """Return the largest number of examples that divides a row of x and takes one load per thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
@@ -53,13 +52,14 @@ def _heuristic(coefficients, graph, x):
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
-    gate g and example n, in float32. The result has x's dtype.
+    gate g and example n, in float32. y has x's dtype.
 
     CTAs take the gates in the order of an Euler trail, in which neighboring gates share an input.
 
     Args:
-      coefficients: `(gates, 4)`.
-      x: `(inputs, N)`, with N a multiple of `LANES`.
+      coefficients: c, `(gates, 4)`.
+      graph: has a and b, the inputs of each gate.
+      x: `(inputs, N)`, N a multiple of `LANES`.
     """
     gates, N = graph.trail.shape[1], x.shape[1]
 

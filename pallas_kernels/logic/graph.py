@@ -1,5 +1,3 @@
-"""The wires of a layer of two-input gates as a graph, whose nodes are the inputs and whose edges are the gates."""
-
 import dataclasses
 
 import jax
@@ -9,14 +7,15 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The inputs a and b of each gate, `(gates,)`, and the consumers of each input, the gates that read it.
+    """The wires of a layer of two-input gates, as a graph whose nodes are the inputs and whose edges are the gates.
 
-    A consumer is the integer `2 * g` if gate g reads the input as its a, and `2 * g + 1` if gate g reads it as its b.
-    An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
+    The arrays a and b, `(gates,)`, have each gate's inputs. The consumers of an input are the gates that read it: the
+    integer `2 * g` if gate g reads the input as its a, and `2 * g + 1` if as its b. An Euler trail is a walk from input
+    to input that passes through each gate once. All arrays are int32.
 
     Attributes:
-      consumers: `(2 * gates,)`. Input i has `consumers[offsets[2 * i] : offsets[2 * i + 2]]`. The entries before
-        `offsets[2 * i + 1]` read it as their a.
+      consumers: `(2 * gates,)`. Input i has `consumers[offsets[2 * i] : offsets[2 * i + 2]]`. Those before `offsets[2 *
+        i + 1]` read it as their a.
       partners: `(2 * gates,)`, the other input of each consumer.
       trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.

@@ -3,8 +3,8 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-Here g is a gate, and table[i] has the four coefficients of function i. A thread computes one gate and reads each logit
-once. XLA reads the logits once per sum over the functions.
+table[i] has the four coefficients of function i. A thread computes one gate g and reads each logit once; XLA reads the
+logits once per sum over the functions.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide)."""
+"""Float32 elements of a thread's widest access."""
 
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA, which computes small layers as one matrix product. Measured
-with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA, measured with 8,000 and 64,000:
+docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`. Arguments are as in `mixture_gradient`."""
+    """Return c, `(*gates, 4)`, for the arguments of `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 

@@ -1,7 +1,7 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
-Gate g of a level computes `c0 + c1 a + c2 b + c3 ab` from values `2 * g` and `2 * g + 1` of the level before. The
-argument `c` lists the four coefficients of each gate level by level, the root last.
+Gate g of a level computes `c0 + c1 a + c2 b + c3 ab`, where a and b are values `2 * g` and `2 * g + 1` of the level
+before. The argument `c` lists the four coefficients of each gate level by level, the root last.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return one list of values per level, from the leaves to the root."""
+    """Return one list of values per level, leaves first."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
@@ -21,7 +21,8 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves). `levels` is the result of `levels_of_tree`, and `dy` the root's gradient."""
+    """Return the gradients with respect to `c` and to the leaves. `levels` is the result of `levels_of_tree`, and `dy`
+    the gradient with respect to the root."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

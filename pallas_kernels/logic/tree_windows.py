@@ -23,14 +23,14 @@ _MAX_PLACES = 9
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per CTA, of the image for `input_gradient` and of the pooled output for other kernels."""
+    """Rows per CTA: of the image for `input_gradient`, otherwise of the pooled output."""
 
     rows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`height` and `width` are the size of the padded image, and `rows` and `columns` of the pooled output."""
+    """`height` and `width` are the size of the padded image, `rows` and `columns` the size of the pooled output."""
 
     height: int
     width: int
@@ -49,7 +49,7 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the index, in channel 0, of a tree's top left pixel at the first position of a pooling window."""
+        """Return the index in channel 0 of a tree's top left pixel at the first position of a pooling window."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
@@ -57,8 +57,7 @@ class Geometry:
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return `(kernels, leaves)`, the distance in pixels from a tree's top left pixel, in channel 0, to each
-        leaf."""
+        """Return `(kernels, leaves)`, each leaf's distance in pixels from the tree's top left pixel in channel 0."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -78,7 +77,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load from the flattened image `numbers`. `place` has each lane's position in the pooling window."""
+        """Load a tree's leaves from the flattened image `numbers`. `place` has each lane's position in the pooling
+        window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -105,8 +105,8 @@ def as_rows(x):
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
-    last carry. `neighbors` lists the columns of `columns_per_turn` neighboring windows."""
+    """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`. `neighbors`
+    lists the columns of `columns_per_turn` adjacent windows. Return the last carry."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

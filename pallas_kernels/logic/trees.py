@@ -1,7 +1,7 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` then adds the
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
 gradients of the leaves.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, u
 _PROGRAMS = 4
 """Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit at 128 registers per thread."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
+"""Pooling windows whose leaves a CTA reads at once. Not tuned."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -55,11 +55,11 @@ def forward(
     Args:
       coefficients: `(kernels, gates, 4)`, one tree per kernel.
       leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the window.
-      x: `(channels, height, width, N)` including padding, with N a multiple of `LANES`.
+      x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
 
     Returns:
-      y `(kernels, rows, columns, N)` in x's dtype, and uint8 indices of y's shape. Position (u, v) in a pooling window
-      has the index `u * pool[1] + v`. For windows of one position, indices is None.
+      y `(kernels, rows, columns, N)` in x's dtype, and uint8 indices `u * pool[1] + v` for position (u, v) in the
+        pooling window, or None for windows of one position.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
@@ -120,12 +120,12 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return float32 dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`. The kernel runs only
-    on GPUs and in the simulator.
+    """Return float32 dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, only on GPUs and in
+    the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
-      places: the indices from `forward`. Other arguments are as in `forward`.
+      places: the indices from `forward`. Other arguments are arguments of `forward`.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]

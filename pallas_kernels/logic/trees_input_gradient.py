@@ -24,7 +24,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, but more leaves then add to two bands:
+"""Maximum bytes of a band. With smaller bands, more CTAs run per multiprocessor, but more leaves add to two bands:
 docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted bands per multiprocessor: docs/lab/2026-11-22-trees.md."""
@@ -62,13 +62,13 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, without the image's padding. The kernel runs only on GPUs and
-    in the simulator.
+    """Return dx `(channels, height, width, N)` float32, without padding, only on GPUs and in the simulator.
 
     Args:
-      dleaves, places, leaves: as in `leaf_gradients`.
-      readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each a number `kernel * leaves + leaf`.
+      dleaves, places: result and argument of `leaf_gradients`.
+      leaves: argument of `leaf_gradients`.
+      readers, reader_offsets: int32. `readers[reader_offsets[c] : reader_offsets[c + 1]]` are the leaves that read
+        channel c, as numbers `kernel * leaves + leaf`.
       size: channels, height, and width without the padding.
       padding: rows above the image, and columns to its left.
     """
@@ -111,8 +111,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the range of rows of pooling windows in which a leaf reads the band. `leaf_row` is the
-        leaf's pixel row at the first position of window row 0, relative to the band."""
+        """Return (first, end), the rows of pooling windows in which a leaf reads pixels of the band. `leaf_row` is the
+        leaf's pixel row, relative to the band, at the first position of a window in row 0."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -120,9 +120,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return, for each lane, the element of shared memory to which it adds a leaf's gradient. Pixels outside the
-        CTA's rows get an unused element. `row` and `column` are the leaf's pixel at the window's first position,
-        relative to the CTA's rows, and `place` is each lane's position in the window."""
+        """Return, for each lane, the element of shared memory for its leaf's gradient, or an unused element if the
+        leaf's pixel is outside of the band. `row` and `column` are this pixel at the window's first position, relative
+        to the band. `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
