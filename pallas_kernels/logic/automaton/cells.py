@@ -14,8 +14,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows, and `place`
-    in the state. If `valid` is False, they locate an unused element."""
+    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows of shared
+    memory, and `place` in the state. If `valid` is False, they locate an unused element."""
 
     row: Array
     column: Array
@@ -26,8 +26,8 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of `count` cells of a CTA's group. Its rows of shared memory have one column per cell. `slices` has the
-    rows of all slices of the group, and `number` is this slice's index."""
+    """`count` cells of a CTA's group, with one column per cell in each of the slice's rows of shared memory. `slices`
+    has the rows of all slices of the group, and `number` is this slice's index."""
 
     plan: Plan
     count: int
@@ -70,7 +70,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return the indices of a part's inputs in the state, `(lanes, count)`, and whether they exist."""
+        """Return the state's indices of a part's inputs, `(lanes, count)`, and whether they exist."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -126,8 +126,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to a group's next state, summed as in `tick_backward`. `write` writes them to shared
-    memory for cells that fire, and to `dkept_out` for others."""
+    """The gradients with respect to a group's next state, summed as in `tick_backward`. `write` writes those of cells
+    that fire to shared memory, others to `dkept_out`."""
 
     team: Team
     fires: Any
@@ -148,8 +148,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see an element, yield the index of the element's gradient in dseen, and
-        whether the cell exists."""
+        """For each of the nine cells that see an element's cell, yield the index in dseen of its gradient with respect
+        to the element, and whether this cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
@@ -174,5 +174,4 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Where `valid` is false, the result is arbitrary."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -19,20 +19,20 @@ _SLICE = 4
 """Cells per slice of a group. Each slice has separate rows of shared memory. A row of four float32 is a thread's widest
 access. Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
+"""Candidates for the cells per group. Three slices exceed shared memory. Fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Estimated latency per group, in cells that could be computed in this time. Not tuned."""
+"""Estimated latency per group, in units of the time to compute one cell. Not tuned."""
 WARPGROUPS = 2
-"""Maximum warpgroups per CTA. One warpgroup was slower on large grids: docs/lab/2026-11-22-automata.md."""
+"""Maximum warpgroups per CTA. One was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
 """Maximum registers per thread for sums of the coefficients' gradients. Not tuned."""
 _FORWARD_PROGRAMS = 2
 """Maximum CTAs of the forward per multiprocessor. More were no faster: docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer. Not tuned."""
+"""Bytes of shared memory for Mosaic GPU's barrier, which takes fewer. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum consumers per input or gate. Unrolled code sums their gradients. Not tuned."""
+"""Maximum gates that read one input or gate. Unrolled code sums their gradients. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward. The forward uses the same number of cells per group."""
+    """Return the config of the backward. The forward uses as many cells per group."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):
@@ -105,8 +105,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, in the simulator with one CTA and one warpgroup. It would otherwise report false data races,
-    because it treats a gather or scatter as an access to all rows."""
+    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as an
+    access to all rows, and would report false data races."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

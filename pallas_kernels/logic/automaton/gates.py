@@ -3,11 +3,9 @@
 A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`. Each of a, b, and y is a
 row of shared memory with one value per cell. The backward computes
 
-    da = dy (c1 + c3 b)
-    db = dy (c2 + c3 a)
-    dc = sum over cells of dy (1, a, b, ab)
+    da = dy (c1 + c3 b),    db = dy (c2 + c3 a),    dc = sum over cells of dy (1, a, b, ab)
 
-dy, the gradient with respect to y, is the sum of the gradients that the gate's consumers wrote: see plan.py.
+from dy, the sum of the gradients that the gates that read y wrote: see plan.py.
 """
 
 import dataclasses
@@ -84,8 +82,8 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `total` has the sums of dc if they are in device memory. `consumers`
-    has the rows to which consumers write gradients, two row numbers per integer."""
+    """Operands of the backward of a part's gates. `total` has the sums of dc, unless they are in registers. `consumers`
+    has the rows with the terms of dy, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -97,7 +95,7 @@ class Backward:
     """The backward of all layers for one group of cells.
 
     Attributes:
-      sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
+      sums: sums of dc in registers, one block per part of a layer; None if they are in device memory.
       previous_total, total: sums of dc in device memory, before and after this group.
     """
 
@@ -214,8 +212,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. `sums` are a warpgroup's sums of dc. If warpgroups divide a part's slices, the
-    second passes its sums to the first through shared memory."""
+    """Write `before + sums` to `after`. `sums` are a warpgroup's sums of dc. If each warpgroup computed another slice,
+    the second passes its sums to the first through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

@@ -35,10 +35,10 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row for lanes with equal coefficients, and zero for
-        lanes without a gate.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. a and b are rows of shared memory, numbered as in
-        `plan.forward_layers`.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row for consecutive lanes with equal coefficients,
+        and zeros for lanes without a gate.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane's gate. Its inputs a and b are rows of shared memory,
+        numbered as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -109,10 +109,10 @@ def tick_backward(
     state is its dkept plus its gradients in the dseen of the nine cells that see it.
 
     Args:
-      coefficients, state, fires: as in `tick`.
-      wires: as in `tick`, but with rows numbered as in `plan.layers`.
+      coefficients, state, fires: arguments of `tick`.
+      wires: see `tick`, but with rows numbered as in `plan.layers`.
       consumers: int32, the tables of `plan.consumers`.
-      dseen: `(cells * plan.neighbourhood + plan.inputs.lanes,)` float32, followed by unused elements as in `state`.
+      dseen: `(cells * plan.neighbourhood + plan.inputs.lanes,)` float32, ending with unused elements.
       dkept: float32 of the state's shape.
       total: `(config.programs, plan.gates, 4)` float32, the sums of later ticks.
     """
@@ -165,8 +165,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute a CTA's groups of cells. `steps(slices, carry)` returns a group's steps, which change the list `carry` in
-    place. During a group's last steps, the objects `loads` fetch the next group's data."""
+    """Compute a CTA's groups of cells one after another. `steps(slices, carry)` returns a group's steps, which change
+    the list `carry` in place. During the last steps, the objects `loads` fetch the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

@@ -8,7 +8,7 @@ the neighborhood, channel). The rows of the gates follow layer by layer, in perc
 channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-finished layers. The consumers of a row are the gates that read it. They write their gradients to separate rows.
+finished layers. The consumers of a row, the gates that read it, write their gradients to separate rows.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pallas_kernels.core.layouts import LANES
 
 NEIGHBOURS = 9
-"""Cells that a cell sees: itself and its eight neighbors, in row-major order."""
+"""Cells that a cell sees: itself and its eight neighbors, row by row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Layer:
     """Rows of shared memory for one layer, one per lane.
 
     Attributes:
-      lanes: number of rows, padded to a multiple of a warpgroup's threads.
+      lanes: number of rows, a multiple of a warpgroup's threads.
       count: number of rows with a gate or an input.
       copies: number of consecutive lanes with equal coefficients.
     """
@@ -97,12 +97,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row of coefficients, followed by the number of all rows."""
+        """Index of each layer's first row of coefficients, and the number of all rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among all lanes, followed by the number of all lanes."""
+        """Index of each layer's first lane among all lanes, and the number of all lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -161,8 +161,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at `first` in
-    a longer array."""
+    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at index
+    `first` of an array of all tables."""
 
     first: int
     consumers: int

@@ -1,6 +1,6 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-A warpgroup computes one step per part of a layer, and fetches a step's operands from device memory a few steps earlier.
+A warpgroup computes one part of a layer per step, and fetches the operands from device memory a few steps earlier.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
       first, offset: first row in shared memory, and first lane within the layer.
-      is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes the part, or each
+      is_alone: whether too few lanes are left for all warpgroups. Either one warpgroup then computes the part, or each
         computes it for one slice of the cells.
     """
 
@@ -45,8 +45,8 @@ class Step:
       fetch: returns the operands from device memory.
       compute: takes the operands, and the result of `read` if it is not None.
       is_last: whether a barrier follows.
-      read: takes the operands, and reads inputs from shared memory before the previous step's barrier, where the
-        warpgroup would wait. The previous step must not write these inputs.
+      read: takes the operands, and reads inputs from shared memory before the previous step's barrier, to use the
+        waiting time. The previous step must not write these inputs.
     """
 
     fetch: Callable[[], Any]
@@ -75,7 +75,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup computes the part for a different one of the `slices` slices."""
+        """Whether each warpgroup computes the part for another one of the `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -90,7 +90,7 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. For a part that `is_alone`, other warpgroups than the first return `otherwise`."""
+        """Return `function()`, but `otherwise` in all warpgroups except the first if the part `is_alone`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -101,7 +101,7 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the first
-        steps' operands. If the steps are repeated, return the next repetition's first operands."""
+        steps' operands. If `is_repeated`, return the operands for the first steps of the next repetition."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
