@@ -1,8 +1,8 @@
 """A convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
-output channels. A CTA of `correlate_batch` computes a tile of dw for some rows of dy and some examples, and XLA adds
-the CTAs' tiles.
+output channels. A CTA of `correlate_batch` computes a tile of dw for some rows of dy and some examples. XLA adds the
+tiles.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _MAX_ACCUMULATORS = 160
 _MAX_UNROLLED_TAPS = 64
 """Maximum unrolled filter positions, to bound compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted CTAs of `correlate_batch`, several per multiprocessor."""
+"""Wanted CTAs, several per multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,9 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 
 @kernel(heuristic=_correlate_heuristic)
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
-    """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
+    """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride[0] + u, j * stride[1] + v, n] * w[k, c, u, v]`.
 
-    `stride` has one stride for i and one for j. The number of examples is a multiple of `LANES`. Sums are in float32,
-    and y has x's dtype.
+    The number of examples is a multiple of `LANES`. Sums are in float32, and y has x's dtype.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -131,15 +130,15 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Number of units, each one row of dy for `LANES` examples."""
+    """Number of rows of dy, each for `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
 @kernel(heuristic=_correlate_batch_heuristic)
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
-    """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
+    """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride[0] + u, j * stride[1] + v, n]`.
 
-    `stride` and the batch are as in `correlate`. dw is float32, summed in a fixed order.
+    The number of examples is a multiple of `LANES`. dw is float32, summed in a fixed order.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]

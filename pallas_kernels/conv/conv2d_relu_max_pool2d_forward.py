@@ -1,8 +1,8 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, batch last.
 
-A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch, with one
-example per lane. A lane loads the patch, the pixels that these windows need, into registers. It multiplies the patch by
-each weight, and keeps one sum per window position.
+A CTA computes adjacent pooling windows in one row, for a few output channels and one block of the batch, with one
+example per lane. A lane loads the pixels that these windows need into registers, multiplies them by each weight, and
+keeps one sum per window position.
 """
 
 import dataclasses
@@ -59,8 +59,8 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
     """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
-    (r, s) is one of the R x S positions in window (p, q). Windows do not overlap, and the convolution's stride is 1.
-    Return y in x's dtype, and uint8 indices of the maxima: `r * S + s`, or `R * S` where y is 0.
+    (r, s) is a position in window (p, q), with (R, S) the argument `window`. The convolution's stride is 1. Return y in
+    x's dtype, and uint8 indices of the maxima, of y's shape: `r * S + s`, or `R * S` where y is 0.
 
     Args:
       x: `(C, H, W, N)`, N a multiple of `LANES`.

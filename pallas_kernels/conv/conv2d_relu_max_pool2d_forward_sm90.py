@@ -53,7 +53,7 @@ _MAX_STAGES = 4
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""Smallest batch for which this kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch for which this kernel is no slower than the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,6 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Rows of a product before padding."""
         return self.config.rows * self.K * self.config.columns
 
     @property
@@ -104,7 +103,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stage_rows(self) -> int:
-        """Operand rows per stage: the patch's pixels, and the rows after them that the last product also reads."""
+        """Operand rows per stage: the patch's, and those after them that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -168,10 +167,10 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums. N may be any multiple of
+    64.
 
-    N may be any multiple of 64. w is rounded to x's dtype. A NaN or an infinity in x makes all results of its example
-    in the tile NaN, because zero weights multiply it.
+    A NaN or an infinity in x makes all results of its example in the tile NaN, because zero weights multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -209,8 +208,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter. The
-    module's docstring defines the letters."""
+    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -240,8 +238,6 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA."""
-
     sizes: _Sizes
     x: Any
     matrices: Any

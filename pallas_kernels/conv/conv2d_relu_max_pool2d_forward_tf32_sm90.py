@@ -1,12 +1,13 @@
 """Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, batch last.
 
-A tile is a few pooling windows, for all output channels and 64 examples. `wgmma` computes its sums:
+A tile is a few pooling windows, for all output channels and 64 examples. The patch is the part of the images that a
+tile needs. `wgmma` computes the tile's sums:
 
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
-n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
-patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
-zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another.
+n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel of the
+patch. `weights` has the filters, shifted to position t of each window, and zeros elsewhere. While a warpgroup
+transposes a patch through registers, the tensor cores multiply for another.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ from pallas_kernels.core.tiles import kernel
 _MIN_BATCH = 1024
 """Smallest batch for which the kernel makes LeNet's training step faster."""
 MIN_JAX = (0, 11, 1)
-"""First version of JAX whose kernels can load a transposed view of swizzled memory."""
+"""First JAX whose kernels can load a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
 """Examples in a row of shared memory: 128 bytes, the widest swizzle."""
@@ -61,7 +62,7 @@ _MAX_OUTPUTS = 256
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers per thread besides sums and patch. With 40, ptxas spills none for LeNet."""
+"""Registers per thread besides sums and patch, for which ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
 
 
@@ -87,7 +88,6 @@ class _Sizes(WindowTiles):
 
     @property
     def outputs(self) -> int:
-        """Columns of a tile's product: one per result and window position."""
         return self.R * self.S * self.features
 
     @property
@@ -96,7 +96,6 @@ class _Sizes(WindowTiles):
 
     @property
     def pixels(self) -> int:
-        """Pixels of the patch per step, for all of the step's channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
@@ -126,8 +125,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads read and
-        write it, and `wgmma` reads it and the weights."""
+        """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads
+        transpose it, and `wgmma` reads it and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -206,7 +205,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. (r, s) is position t of the module's docstring, which defines the other letters."""
+    filter. (r, s) is position t of the module's docstring."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -233,7 +232,7 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. `operands` are the transposed patches."""
+    """`operands` are the transposed patches."""
 
     sizes: _Sizes
     x: Any

@@ -2,7 +2,7 @@
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
 per lane and the sums in registers. For each window at which the filter reads pixels of a cell, each lane multiplies
-each weight by dy at the position of the maximum, and by zero at the other positions.
+each weight by dy at the position of the maximum, and by zero at other positions.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ _MAX_CELL_SUMS = 48
 _MAX_CELL_REGISTERS = 200
 """Registers per thread for everything but weights."""
 _MAX_UNROLLED = 2000
-"""Maximum unrolled products. A thousand take up to two seconds to compile."""
+"""Maximum unrolled products, to bound compile time: a thousand take up to two seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
     """Tile per CTA: `channels` input channels, and at most `cells` adjacent cells. `ahead` output channels are loaded
-    together, one iteration ahead."""
+    at once, one iteration ahead."""
 
     channels: int
     cells: int
@@ -110,7 +110,6 @@ class _Cut:
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Unrolled products along the column axis, for all distinct parts."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S

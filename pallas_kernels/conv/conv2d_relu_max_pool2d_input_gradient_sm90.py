@@ -1,13 +1,12 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, batch last.
 
-A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
+A group is a few adjacent pooling windows in a row. dx is divided into cells, as high as a window and as wide as a
 group. `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-The cell is in row m and column j. A group contributes to it from `a` rows above, in the same column (b = 0) or the
-column to the left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the
-filters.
+The cell in row m and column j gets contributions from groups `a` rows above, in the same column (b = 0) or the column
+to the left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
 memory. A cell's sums stay in registers until its last row of windows.
@@ -39,12 +38,12 @@ _COLUMNS = 32
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_SUMS = 96
-"""Sums per thread for the cells in one column to which one row of windows contributes. More sums spill registers."""
+"""Maximum sums per thread, for all cells of a column that are in progress at once. More sums spill registers."""
 _MIN_BATCH = 2048
-"""From this batch on, `pays` prefers this kernel to the exact one. If a product by cuBLAS pays, too, the op takes this
-kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
+"""Smallest batch for which this kernel is faster than the exact one. If a product by cuBLAS pays, too, the op takes
+this kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
 MIN_JAX = (0, 11, 1)
-"""First version of JAX known to lower `jnp.concatenate` in a kernel."""
+"""First JAX known to lower `jnp.concatenate` in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,6 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Elements in a row of a cell, for all channels."""
         return self.C * self.cell_width
 
     @property
@@ -175,7 +173,7 @@ def input_gradient(
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[a, b][(r, c, v), (tr, ts, q, k)] = w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0
     outside of the filter. k and c are channels, (r, v) a pixel of a cell of `width` columns, and (tr, ts) a position in
-    window q of a group. The module's docstring defines a and b."""
+    window q of a group."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -225,7 +223,7 @@ class _Program:
 
     def take_row(self, p, carry):
         """Add row p of windows to the sums, and write the cells in row p, which are then complete. Return the next
-        row's operands and the other cells' sums."""
+        row's operands, and the sums of incomplete cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -2,8 +2,8 @@
 
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane multiplies dy by the
-part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes, and XLA adds
-the splits.
+part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes. XLA adds the
+splits.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _MAX_ACCUMULATORS = 160
 _OTHER_REGISTERS = 30
 """Registers per thread besides sums and patch. LeNet's estimated occupancy then agrees with ptxas."""
 _MAX_PATCH = 72
-"""Maximum pixels under a thread's windows. More were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Maximum pixels that a thread's windows read. More were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
@@ -50,7 +50,7 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Number of units, each `windows` adjacent windows for `LANES` examples."""
+        """Number of steps of all CTAs for one output channel: `windows` adjacent windows for `LANES` examples each."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
@@ -105,7 +105,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute the float32 gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
+    """Compute float32 dw and db of `conv2d_relu_max_pool2d`, in a fixed order of summation.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.

@@ -1,8 +1,8 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which defines the routed gradient and a row of windows.
 
-Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. A weight's gradient is
-the total of several sums, one per window position and window in a row. At the end, the CTA therefore writes its sums to
-device memory, and gathers them again through the L2 cache.
+Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. Several elements of
+the product add to the gradient of one weight. At the end, the CTA therefore writes the product to device memory, and
+gathers its elements through the L2 cache.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Sums that a thread gathers at once: 16 bytes."""
+"""Elements that a thread gathers at once: 16 bytes."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
@@ -42,10 +42,10 @@ class _Program:
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
-      out: the sums of all CTAs, in device memory.
+      out: the products of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first unit, and its number of units.
+      first, steps: the split's first row of windows, and its number of rows.
     """
 
     sizes: Sizes
@@ -152,7 +152,7 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """One warpgroup of `weights_gradient`. The routed gradients alternate between two buffers."""
+    """Body of `weights_gradient`. The routed gradients alternate between two buffers."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -181,7 +181,7 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """One warpgroup of `correlate_batch`. It rounds float32 dy to TF32 in place."""
+    """Body of `correlate_batch`. It rounds float32 dy to TF32 in place."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

@@ -16,7 +16,7 @@ _MAX_COLUMNS = 160
 _MAX_STAGES = 4
 """Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Shared memory for barriers, sums across warps, and a reserve, with which the stages were tuned."""
+"""Shared memory for barriers and sums across warps, with the reserve for which the stages were tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Sizes:
 
     @property
     def gradient_rows(self) -> int:
-        """Rows of dy per stage, shared equally by the warpgroups."""
         raise NotImplementedError
 
     @property
@@ -118,7 +117,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Number of units, each one row of windows for one step's examples."""
+        """Number of units: a row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -135,8 +134,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles per unit, for all parts in `shares`. Each column of a product takes two cycles per
-        warpgroup. Loads take one cycle per 24 bytes."""
+        """Estimated clock cycles per unit, for all parts in `shares`: two per column of a product and warpgroup, plus
+        one per 24 bytes of loads."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
@@ -181,7 +180,7 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles. `sizes` takes a config, and returns its `Sizes`."""
+    """Return the config with the fewest clock cycles. `sizes` maps a config to its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

@@ -1,16 +1,15 @@
 """Gradients of `conv2d` and `conv2d_relu_max_pool2d` with respect to the weights on Hopper's tensor cores, batch last.
 
-For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batch:
+For `conv2d_relu_max_pool2d`, each row p of windows adds one product over the batch:
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. i counts the rows of x under the row of windows. t = (r, s)
-is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c,
-u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`.
+c and k are input and output channels, and n is an example. t = (r, s) is one of the R x S positions in window q.
+`routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r +
+u` and `j = q * S + s + v`. For `conv2d`, a row of windows is R rows of dy, S is 1, and `routed` is dy.
 
-A CTA computes part of the input channels and window positions, for one split: part of the rows of windows and of the
-batch. Rows of ones after the rows of x yield db. For `conv2d`, a row of windows is R rows of dy, S is 1, and `routed`
-is dy.
+A CTA computes the sums for part of the input channels and window positions, over one split: part of the rows of windows
+and of the batch. Rows of ones after the rows of x yield db.
 """
 
 import functools
@@ -36,7 +35,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""In smaller batches, adding up the sums takes longer than the tensor cores save: docs/lab/2026-11-23-lenet.md."""
+"""Adding up the sums of smaller batches takes longer than the tensor cores save: docs/lab/2026-11-23-lenet.md."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -76,7 +75,7 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows of dy per product for which the rows of both operands come in eights."""
+    """Return the fewest rows of dy per product for which both operands have multiples of eight rows."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -92,8 +91,8 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel.
-    Arguments are as there, and rounding is as in `weights_gradient`."""
+    """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel, with
+    the rounding of `weights_gradient`."""
     sizes = convolution_sizes(dy, x, _rows_a_product(dy, x), config)
     return _launch(
         ConvolutionProgram,

@@ -5,8 +5,8 @@ Each channel c has one filter w of F elements:
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
 x̄ is x with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the positions of one
-example. The filters and the last F - 1 rows, blocks of channels at one position, stay in registers, so the CTA loads
-each row once.
+example, for one block of channels. The filters and the last F - 1 positions stay in registers, so the CTA loads each
+position once.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
-would load single elements."""
+"""Maximum bytes per thread and row, the channels at one position: one access of Mosaic GPU. LLVM cannot prove that two
+accesses are aligned, and would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -60,7 +60,7 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Return y of the formula in the module's docstring, in x's dtype, computed in float32.
+    """Return y of the module's docstring, in x's dtype, computed in float32.
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
@@ -106,13 +106,13 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
 def gradients(
     dy: Array, x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config
 ) -> tuple[Array, Array, Array | None]:
-    """Compute the backward:
+    """Return dx in x's dtype, float32 dw, and float32 db, or None without b:
 
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    x̄ is the padded x, and dx is dx̄ without the padding. dy is 0 outside of y. The order of summation is fixed. Other
-    arguments are as in `convolve`. Return dx in x's dtype, float32 dw, and float32 db, or None without b.
+    dx is dx̄ without the padding. dy is 0 outside of y. The order of summation is fixed. `convolve` defines the other
+    arguments, and the module's docstring x̄.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     positions = width + before + after
@@ -146,7 +146,6 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """The reference to an unused gradient is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
