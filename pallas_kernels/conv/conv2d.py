@@ -130,7 +130,6 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Number of rows of dy, each for `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 

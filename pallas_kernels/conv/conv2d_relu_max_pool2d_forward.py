@@ -74,7 +74,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # The fewest CTAs per row of windows that give the grid `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(

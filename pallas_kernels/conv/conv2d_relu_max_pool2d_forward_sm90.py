@@ -312,7 +312,6 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # Copy during the search for the maxima.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 

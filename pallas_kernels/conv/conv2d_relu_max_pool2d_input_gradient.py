@@ -95,7 +95,6 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the consecutive indices of the groups that it describes."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells

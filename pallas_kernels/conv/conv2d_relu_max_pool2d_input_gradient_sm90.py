@@ -40,8 +40,8 @@ _MAX_WARPGROUPS = 4
 _MAX_SUMS = 96
 """Maximum sums per thread, for all cells of a column that are in progress at once. More sums spill registers."""
 _MIN_BATCH = 2048
-"""Smallest batch for which this kernel is faster than the exact one. If a product by cuBLAS pays, too, the op takes
-this kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
+"""Smallest batch for which `pays` prefers this kernel to the exact one. If a product by cuBLAS pays, too, the limit is
+`_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
 MIN_JAX = (0, 11, 1)
 """First JAX known to lower `jnp.concatenate` in a kernel."""
 
@@ -228,7 +228,6 @@ class _Program:
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
         self.meet()
-        # Load during the products.
         fetched = self.fetch(jnp.minimum(p + 1, sizes.P - 1))
         first, *sums = with_products([*sums, self.zeros()], self.multiply)
         self.meet()

@@ -71,7 +71,6 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Number of a CTA's sums: one per weight and bias, padded to a multiple of `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -95,7 +94,6 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # With too few units, use more CTAs with one output channel each.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config

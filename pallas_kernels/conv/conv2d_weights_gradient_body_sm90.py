@@ -26,8 +26,6 @@ _BLOCK_COLUMNS = 4
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """`program` is a subclass of `_Program`."""
-
     def accumulate(sums):
         first = split * per_split
         steps = jnp.minimum(sizes.units - first, per_split)
@@ -136,7 +134,6 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Write a step's routed gradient to shared memory, and return the index of its buffer."""
         raise NotImplementedError
 
     @property

@@ -180,7 +180,6 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles. `sizes` maps a config to its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

@@ -22,7 +22,6 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether the device has the bulk copies and barriers that Mosaic GPU needs."""
         return self.capability >= (9, 0)
 
 

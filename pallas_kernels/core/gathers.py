@@ -286,7 +286,7 @@ def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
                     _store(pointer, row, place)
                 scf.yield_([])
             with ir.InsertionPoint(branch.else_block):
-                for c in range(width - 1):  # the row's last element is always beyond the end
+                for c in range(width - 1):
                     at = arith.addi(place, _i32(c))
                     inside = scf.IfOp(_below(at, size))
                     with ir.InsertionPoint(inside.then_block):

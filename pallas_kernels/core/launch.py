@@ -245,7 +245,6 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Remove unused `skippable` outputs: JAX's rule for dead code."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):

@@ -29,7 +29,6 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Write `value`, in any register layout, to `ref`."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

@@ -74,7 +74,6 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies from `source` when all consumers have released the stage."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)

@@ -121,12 +121,10 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments that multicast copies of the right operand to the cluster."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Barriers of a `Ring`: `loaded`, one per tile in progress and stage, and `free`."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))

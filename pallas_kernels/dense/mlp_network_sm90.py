@@ -24,7 +24,7 @@ _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs in a slice of a layer's weights: one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages."""
+"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024

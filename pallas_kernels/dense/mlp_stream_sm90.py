@@ -30,7 +30,6 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector: all slices, the biases, padded to their layers' widths, and zeros."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows.
     padding = -sum(network.widths[1:]) % (8 * SLICE)

@@ -240,7 +240,7 @@ _SHORT_ROW_IN_L2 = 1024
 _L2_SHARE = 0.8
 """Largest fraction of the L2 cache for x, to leave room for dy. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that it reads at once: docs/lab/2026-11-22-logic.md."""
+"""Maximum inputs per CTA, and consumers per input that it reads at once. Not tuned: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # the gate's residue becomes free in the octet that it left
+        if gate != new:
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other

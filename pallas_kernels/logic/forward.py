@@ -45,7 +45,6 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two gates, if possible, have loads in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 

@@ -92,7 +92,6 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """`leaves` is the shape `(kernels, leaves, 3)`."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:

@@ -24,7 +24,7 @@ from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, u
 _PROGRAMS = 4
 """Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit at 128 registers per thread."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Pooling windows whose leaves a CTA reads at once. Not tuned."""
+"""Pooling windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -153,7 +153,6 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """The reference to an unused gradient is None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

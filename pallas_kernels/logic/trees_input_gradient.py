@@ -43,7 +43,6 @@ def _heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
     least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # The bands of an image are as equal as possible.
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
@@ -92,8 +91,6 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """The unpadded image, divided into bands of `rows` rows."""
-
     rows: int
     height: int
     width: int

@@ -164,7 +164,6 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std). x̂ is a function of a slice of columns."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -184,8 +183,6 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """`sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
-
     dy: Any
     x: Any
     scale: Any

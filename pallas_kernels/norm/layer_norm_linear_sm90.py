@@ -145,8 +145,6 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """`vectors` has scale, bias, and b."""
-
     x: Any
     w: Any
     scale: Any

@@ -255,7 +255,6 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -266,7 +265,6 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # An unused gradient, or dbias without `center`, has no sum.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums

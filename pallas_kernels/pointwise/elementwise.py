@@ -174,7 +174,6 @@ class Rows:
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
-        # A kernel loads single elements as float32.
         return [
             a if spans_row else a.astype(float32_or_integer(a.dtype))
             for a, spans_row in zip(flat_arrays, self.spans_row, strict=True)

@@ -77,7 +77,6 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short. The kept axes become the columns of a matrix.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
@@ -203,11 +202,9 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """The axes after `walk.axis` must have enough elements for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # Drop elements of the last vector that overlap the vector before it.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]

@@ -57,8 +57,6 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """A CTA's warpgroups, seen from the warpgroup with index `warpgroup`."""
-
     config: Config
     warpgroup: Any
     barrier: Any
@@ -75,7 +73,6 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup computes the part for another one of the `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
