@@ -50,7 +50,6 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Number of steps of all CTAs for one output channel: `windows` adjacent windows for `LANES` examples each."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
@@ -163,7 +162,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return a split's sums, one vector over the lanes per weight and per bias, and zeros as padding."""
+        """Return a split's sums, one vector over the lanes per weight and per bias, and zero padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

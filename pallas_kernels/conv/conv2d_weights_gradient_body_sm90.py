@@ -40,10 +40,8 @@ class _Program:
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
-      out: the products of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first row of windows, and its number of rows.
     """
 
     sizes: Sizes

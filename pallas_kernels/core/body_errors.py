@@ -73,7 +73,6 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equation that raised the error, then each equation nested in the previous one."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame

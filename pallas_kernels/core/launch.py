@@ -65,13 +65,13 @@ def launch(
       cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster.
       scratch: shared memory and barriers, only for GPUs and the simulator: see `on_gpu`.
       barriers: whether Mosaic synchronizes a warpgroup around each store. Pass False if a barrier, such as
-        `plgpu.commit_smem`, precedes each read of data that another thread wrote.
+        `plgpu.commit_smem`, precedes each read of another thread's data.
       sums_across_warps: whether the body sums along an axis that several warps share. Mosaic then reserves 2 KiB of
         shared memory.
       in_place: index of an input among the leaves of `arrays` -> index of an output that may use its memory. Only the
         CTA that reads an element may write it, after the read. XLA copies an input that is used later.
-      skippable: indices in the tuple `out`. The body gets None for such an output if the program does not use it. Not
-        together with `in_place`.
+      skippable: indices in the tuple `out`. The body gets None for outputs that the program does not use. Not together
+        with `in_place`.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions. `exp2` then has about float32's
         rounding error, and `tanh` an error of 2^-11.
 

@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw per 128 examples. `left` has a tile's gradients and `right` its inputs, in shared
-    memory, with the examples last."""
+    """`sums` has each layer's dw per 128 examples. A tile's gradients `left` and inputs `right` have the examples last,
+    in shared memory."""
 
     dy: Any
     x: Any

@@ -15,7 +15,7 @@ The consumers of an input are the gates that read it. One CTA computes
 - in `input_gradient` and `coefficients_gradient`, for small batches: dx of a few inputs, or dc of a few gates.
 
 dy is `(gates, N)`, N a multiple of `LANES`, or `(groups, N)` if equally many consecutive gates share a gradient. x is
-`(inputs, N)`, and the coefficients are `(gates, 4)`. dx has x's dtype, and dc is float32.
+`(inputs, N)`, and c `(gates, 4)`. dx has x's dtype, and dc is float32.
 """
 
 import dataclasses
@@ -144,7 +144,6 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """The last CTA may repeat the layer's last gate."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 

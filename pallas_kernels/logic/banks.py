@@ -58,8 +58,8 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     gate's inputs. If all are equally frequent, an octet's inputs a have different residues, and so have its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
-    and octets are colors. If no octet is free for both residues of a gate, it displaces a gate with the same b.
-    Displaced gates alternate between two octets.
+    and octets are colors. If no octet is free for both residues of a gate, the gate displaces another gate, which moves
+    to a second octet.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free

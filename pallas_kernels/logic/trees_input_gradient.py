@@ -104,7 +104,6 @@ class _Bands:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Distance between neighboring pooling windows in rows and columns of pixels."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:

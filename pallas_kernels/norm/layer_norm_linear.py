@@ -1,10 +1,10 @@
-"""Gradients of the parameters of LayerNorm followed by a dense layer, computed in one pass from sums over the rows.
+"""Gradients of the parameters of LayerNorm followed by a dense layer, computed in one pass over its weights w.
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-`s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. x̂ is LayerNorm's normalized input, w the dense layer's weights,
-and dz the gradient with respect to its output. dscale and dbias are sums over the outputs. A CTA computes a tile of dw,
-and sums dscale and dbias over the tile's outputs. XLA adds the CTAs' sums.
+`s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. x̂ is LayerNorm's normalized input, and dz the gradient with
+respect to the dense layer's output. dscale and dbias are sums over the outputs. A CTA computes a tile of dw, and sums
+dscale and dbias over the tile's outputs. XLA adds the CTAs' sums.
 """
 
 import dataclasses

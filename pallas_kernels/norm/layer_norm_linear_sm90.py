@@ -346,7 +346,6 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """dx overwrites x in shared memory."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))

@@ -92,8 +92,8 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Divide `rows` rows into blocks, and return lists of the first rows of blocks that are computed together. With
-        one row per warp, this overlaps the blocks' shuffles. A block with one row per warpgroup needs all registers."""
+        """Return lists of the first rows of blocks that are computed together: all blocks with one row per warp, to
+        overlap their shuffles. A block with one row per warpgroup needs all registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 

@@ -48,9 +48,8 @@ class _Walk:
     """An order of the axes in which a sum reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads.
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
-      order: order to which the axes are transposed, or None.
+      order: permutation of the axes, or None.
       columns: if not None, the data is reshaped to this number of columns, and padded with zeros to at least `LANES`.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """

@@ -1,7 +1,5 @@
-"""Division of a tick (time step) of an automaton among CTAs and warpgroups.
-
-A CTA computes one group of cells at a time. Their rows (plan.py) must fit in shared memory.
-"""
+"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of cells at a time, whose rows
+(plan.py) must fit in shared memory."""
 
 import dataclasses
 from typing import Any

@@ -177,7 +177,6 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """`firsts[0]` has each lane's row for perception's first kernel."""
         plan = self.circuit.plan
 
         def sum_slices(slices):

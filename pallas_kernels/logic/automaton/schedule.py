@@ -39,14 +39,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of one part of a layer.
+    """The computation of one part of a layer, with the operands that `fetch` returns from device memory.
 
     Attributes:
-      fetch: returns the operands from device memory.
-      compute: takes the operands, and the result of `read` if it is not None.
       is_last: whether a barrier follows.
-      read: takes the operands, and reads inputs from shared memory before the previous step's barrier, to use the
-        waiting time. The previous step must not write these inputs.
+      read: takes the operands, and reads inputs of `compute` from shared memory before the previous step's barrier, to
+        use the waiting time. The previous step must not write these inputs.
     """
 
     fetch: Callable[[], Any]
@@ -87,7 +85,6 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`, but `otherwise` in all warpgroups except the first if the part `is_alone`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
