@@ -79,7 +79,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """(input channel, row, column) of all filter elements, in equal blocks, which a kernel unrolls."""
+    """All filter elements as (input channel, row, column), in equal blocks, which a kernel unrolls."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1

@@ -84,7 +84,6 @@ class _Sizes(WindowTiles):
 
     @property
     def row(self) -> int:
-        """Pixels in a row of the patch, for all channels."""
         return self.C * self.patch[1]
 
     @property

@@ -117,7 +117,6 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Number of units: a row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:

@@ -152,8 +152,8 @@ class _Backward:
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Write dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
-            dw, db), with rows s - F + 1 to s - 1 of dy in `window`."""
+            """Write dx and add to dw and db at `_ROWS_AT_ONCE` positions from s on. `carry` is (window, dw, db), and
+            `window` has rows s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []

@@ -64,8 +64,6 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of tile `index`. Tiles are numbered row by row within vertical blocks, `width` tiles
-    wide."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -87,7 +85,6 @@ class Product:
 
     @property
     def turns(self) -> int:
-        """Tiles in progress per CTA."""
         return CONSUMERS // self.consumers
 
     @property

@@ -14,8 +14,8 @@ class Graph:
     to input that passes through each gate once. All arrays are int32.
 
     Attributes:
-      consumers: `(2 * gates,)`. Input i has `consumers[offsets[2 * i] : offsets[2 * i + 2]]`. Those before `offsets[2 *
-        i + 1]` read it as their a.
+      consumers, offsets: `(2 * gates,)` and `(2 * inputs + 1,)`. Input i has the consumers from `offsets[2 * i]` to
+        `offsets[2 * i + 2] - 1`. From `offsets[2 * i + 1]` on, they read it as their b.
       partners: `(2 * gates,)`, the other input of each consumer.
       trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.

@@ -91,7 +91,7 @@ def _gates(array):
 
 def _body(*refs, function, widths, program):
     *arrays, result = refs
-    array, first = jnp.int32(0), program * LANES  # each list has a single array
+    array, first = jnp.int32(0), program * LANES
     blocks = [load_of([[a]], array, first * width, (LANES, width))[0] for a, width in zip(arrays, widths, strict=True)]
     block = block_of(function(*map(columns, blocks)))
     store_to([[result]], array, first * block.shape[1], [block])

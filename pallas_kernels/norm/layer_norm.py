@@ -153,7 +153,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use. `mask_ref` is 1, but 0 in the columns that pad the row."""
+    """A row in device memory, loaded again for every use. `mask_ref` is 0 in the columns that pad the row, else 1."""
 
     x_ref: Any
     mask_ref: Any

@@ -85,7 +85,6 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Return each thread's part of the sum over a block's rows. `sum` adds the parts."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:

@@ -1,7 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
 With n CTAs, each computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
-device memory. After the array's last row, copies read zeros and write nothing.
+device memory. After the last row, copies read zeros and write nothing.
 """
 
 import dataclasses

@@ -97,12 +97,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row of coefficients, and the number of all rows."""
+        """First row of coefficients of each layer, and the number of all rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among all lanes, and the number of all lanes."""
+        """First lane of each layer, and the number of all lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
