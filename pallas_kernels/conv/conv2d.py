@@ -79,8 +79,6 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """All filter elements as (input channel, row, column), in equal blocks, which a kernel unrolls."""
-
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
         self.columns = G if self.rows * G <= _MAX_UNROLLED_TAPS else 1

@@ -112,7 +112,6 @@ class Sizes:
 
     @property
     def examples(self) -> int:
-        """Examples per step: one row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property

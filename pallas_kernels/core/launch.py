@@ -72,8 +72,8 @@ def launch(
         CTA that reads an element may write it, after the read. XLA copies an input that is used later.
       skippable: indices in the tuple `out`. The body gets None for outputs that the program does not use. Not together
         with `in_place`.
-      approximate: whether `exp2`, `log`, and `tanh` may be single instructions. `exp2` then has about float32's
-        rounding error, and `tanh` an error of 2^-11.
+      approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). `exp2` then has about
+        float32's rounding error, and `tanh` an error of 2^-11.
 
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body.

@@ -138,13 +138,12 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations for signs. Some of these
-    convert booleans, and JAX 0.11 starts a process for each conversion."""
+    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some of
+    these convert booleans, and JAX 0.11 starts a process for each conversion."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    """Return `number % divisor` for a nonnegative number: see `quotient`."""
     return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
 
 

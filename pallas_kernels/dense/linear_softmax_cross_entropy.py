@@ -212,8 +212,8 @@ class _Part:
 
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros). `load_group(group)` returns (exists, z, is_class)
-        for each of `unrolled` vectors. `exists` is False after the part's last vector. `is_class` masks padding, or is
-        None without padding."""
+        for each of `unrolled` vectors. `exists` is False after the part's last vector. `is_class` is False for padding,
+        or None without padding."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

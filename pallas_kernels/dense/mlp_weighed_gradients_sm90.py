@@ -40,8 +40,6 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The kernel's body. Tiles of dw precede tiles of dx."""
-
     network: Network
 
     @property

@@ -122,7 +122,7 @@ def gradients(
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
     dx has x's dtype, and dscale and dbias are float32. Without `center`, dbias is None and dx has no `mean(t)`. y is
-    None without `with_y`.
+    LayerNorm's output, or None without `with_y`.
 
     Args:
       bias: used only for y.

@@ -46,7 +46,7 @@ def first_values_of(x: Array) -> Array:
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Sum the results of `function`, which maps a slice of columns to an array with these columns, along each row."""
+    """Sum along each row of the results of `function`, which maps a slice of columns to an array with these columns."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

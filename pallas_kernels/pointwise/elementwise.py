@@ -20,7 +20,7 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
