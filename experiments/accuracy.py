@@ -93,7 +93,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return one compiled function of all ops: `{name: (values, cotangents)} -> {name: {result: array}}`."""
+    """Return one compiled function that computes all ops: `{name: (values, cotangents)} -> {name: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}

@@ -98,7 +98,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """A process with its connections. Process 0 is connected to all others."""
+    """A process of a run, with its connections. Process 0 is connected to all others, and they only to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()

@@ -98,7 +98,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates with one copy of each kernel per position, and with the pools' gates."""
+        """The number of gates if every position has a copy of each kernel. The gates of the pools count, too."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
@@ -209,7 +209,7 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """An image in the memory of the C code, with one row of memory (see `Table`) per element.
+    """An image in the memory of the C code. Each element of the image is one row of that memory (see `Table`).
 
     Attributes:
       shape: the shape with padding.

@@ -23,8 +23,8 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, for results y and cotangents c.
 
     Attributes:
-      low, high: sums of the smaller and of the larger one-sided slope of each term of `Σ c y`.
-      noise: the rounding error from the results that a step changes.
+      low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger one-sided slope.
+      noise: the rounding error of the slopes, from the results that change between the two points.
       noise_of_all: the rounding error from all results, because a small step may leave a result unchanged.
     """
 

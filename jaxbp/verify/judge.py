@@ -35,7 +35,7 @@ KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` to compare it with: the i-th expected array, except at kinks."""
+    """A result `a`, and the array `e` to compare it with. Except at kinks, `e` is the i-th expected array."""
 
     point: Point
     expected: Expected
@@ -293,9 +293,9 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near the point, and the i-th gradients there and, last, at the point.
+        """Return arguments near the point, and the i-th gradient at each of them. The last gradient is at the point.
 
-        To break ties, single elements also move further.
+        In some of the arguments, a single element has moved further than the others, which breaks ties.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS

@@ -121,7 +121,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return a step's row, and its first element in the row. Along columns, the last two blocks may overlap."""
+        """Return the row that a block reads in a step, and the first column. Along columns, the last two blocks may
+        overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
