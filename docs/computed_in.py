@@ -43,9 +43,6 @@ Found = defaultdict[str, set[str]]
 its backward, where kept inputs count as "inputs"."""
 
 
-# ------------------------------------------------------------------------------------------------------------- the walk
-
-
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
     """Return the dtypes in all cases of the op's catalogue entry, or only in its small case for backwards and for ops
@@ -101,8 +98,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
             yield from _equations(jax.make_jaxpr(equation.params["cuda"])(*structs).jaxpr)
 
-
-# ------------------------------------------------------------------------------------------------------------ the table
 
 HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, roots, quotients", "saved for the backward")
 

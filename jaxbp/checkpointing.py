@@ -148,9 +148,6 @@ def _put(kept, slot, state):
     return jax.tree.map(lambda all_, a: lax.dynamic_update_index_in_dim(all_, a, slot, 0), kept, state)
 
 
-# -------------------------------------------------------------------------------------------------- binomial schedules
-
-
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
     """A plan of visits (see `_binomial`) to n segments of steps, from the last to the first.
@@ -210,9 +207,6 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 
     visit(0, n, 0, repeats, (0, 0), {})
     return visits
-
-
-# ----------------------------------------------------------------------------------------------------- for any scan
 
 
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:

@@ -237,9 +237,6 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
     return call
 
 
-# ------------------------------------------------------------------------------------------------- the state of Optax
-
-
 def _is_node(tree: Any) -> bool:
     return "count" in getattr(tree, "_fields", ())
 
@@ -263,9 +260,6 @@ def _following(count: Array) -> Array:
     import optax
 
     return optax.safe_increment(count)
-
-
-# ------------------------------------------------------------------------------------------------------------- checks
 
 
 def _check_trees(chain, grads, state, params):

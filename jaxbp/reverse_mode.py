@@ -11,8 +11,6 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.core.launch import unify_varying_axes
 
-# ------------------------------------------------------------------------------------------------ reverse mode only
-
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
     """Return the arguments, but make forward mode raise an error that names the op."""
@@ -61,8 +59,6 @@ def _transposed(cotangents, *tangents, op):
 
 ad.primitive_transposes[_tangents_p] = _transposed
 
-# --------------------------------------------------------------------------------------------------- linear functions
-
 
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
     """Return `function(x)` for a linear function with the gradient `transposed(dy)`. Unlike
@@ -100,9 +96,6 @@ def _batched(arrays, axes, *, function, transposed, **_):
 ad.primitive_jvps[_linear_call_p] = _jvp
 ad.primitive_transposes[_linear_call_p] = _transpose
 batching.primitive_batchers[_linear_call_p] = _batched
-
-
-# ------------------------------------------------------------------- functions that are linear in some arguments
 
 
 def transposable(

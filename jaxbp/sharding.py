@@ -50,9 +50,6 @@ def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------- explicit mesh axes
-
-
 def on_explicit_axes(arrays: Any) -> bool:
     mesh = mesh_of(arrays)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
@@ -66,9 +63,6 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
     )
     with jax.sharding.use_abstract_mesh(mesh_of(arrays)):
         return jax.sharding.auto_axes(function, out_sharding=specs)(*arrays)
-
-
-# ----------------------------------------------------------------------------------------------- kernels over devices
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:

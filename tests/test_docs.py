@@ -66,9 +66,6 @@ def test_the_table_of_tolerances_is_the_librarys():
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ the site
-
-
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
@@ -97,9 +94,6 @@ def test_its_drawings_are_readable_in_light_and_dark(picture):
     ElementTree.parse(picture)
     light, _, dark = picture.read_text().partition("prefers-color-scheme: dark")
     assert ".paper" in light and ".paper" in dark
-
-
-# --------------------------------------------------------------------------------------------------- the formula sheet
 
 
 @pytest.fixture
@@ -170,9 +164,6 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
 )
 def test_a_formula_in_plain_text_becomes_latex_and_other_code_does_not(typeset, formula, latex):
     assert typeset.latex(formula) == latex
-
-
-# ----------------------------------------------------------------------------------------------------- results as data
 
 
 @pytest.fixture
@@ -526,8 +517,6 @@ def test_a_workload_has_one_time_in_all_tables_of_the_book(tables, figures):
     assert len(values) > 100 and {key for key, times in values.items() if len(times) > 1} == set()
 
 
-# ------------------------------------------------------------------------------------------ no measured number is typed
-
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d,.]*(?:x(?!\w)|\s?(?:%|per cent\b|µs|us\b|ms\b|s\b|TB/s|[TG]FLOP|MiB|images/s|samples/s)"
     r"|\s(?:micro|milli)?seconds?\b|\stimes (?:as|faster|slower))"
@@ -665,9 +654,6 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     # The all-reduce takes 200 µs on two devices, and 1.75 times as long on eight. 3,325 examples per device take 19
     # times as long.
     assert line == ["a", "20,000", "1 all-reduce", "1, during 2 of 3 kernels", "350", "26,600"]
-
-
-# -------------------------------------------------------------------------------------- the dtypes in which ops compute
 
 
 @pytest.fixture

@@ -93,9 +93,6 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
     return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
-
-
 class Accuracy:
     def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
         self.batch, self._workload = min(batch, workload.error_batch), workload

@@ -72,9 +72,6 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     return max((rate for size, rate in curve if size >= start), default=0.0)
 
 
-# ------------------------------------------------------------------------------------------------------ this device's
-
-
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure the rates of this GPU in timing rounds of at most `RATE_SECONDS`.
 
@@ -127,9 +124,6 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
     sets = tuple((jax.random.normal(jax.random.key(i), shape),) for i in range(calls))
     program = jax.jit(one_after_another(function, calls)).lower(sets).compile()
     return size, lambda seconds: device_seconds(program, (sets,), seconds, 1)[0]
-
-
-# ------------------------------------------------------------------------------------------------------- a call's cost
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:

@@ -81,8 +81,6 @@ class Case:
     def has_float32_products(self) -> bool:
         return self.settings.dtype == "float32" and self.cost.operations > 0
 
-    # ------------------------------------------------------------------------------------------------------- numbers
-
     @functools.cached_property
     def cost(self) -> Cost:
         return cost(self.workload, self.batch, self.settings.dtype)
@@ -101,8 +99,6 @@ class Case:
             sets = 1 if self.workload.steps else self.calls
             working_set = sets * (self.cost.argument_bytes + self.cost.result_bytes)
         return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
-
-    # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
         for name in self._names:
@@ -150,8 +146,6 @@ class Case:
 
     def _draw(self, seed):
         return self.workload.draw(seed, self.batch, self.settings.dtype)
-
-    # -------------------------------------------------------------------------------------------------------- timing
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
         sets = range(1 if self.workload.steps else self.calls)
@@ -205,8 +199,6 @@ class Case:
             compiled = self._programs.pop((name, "call")).result()
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
         return measured | {"temporary_bytes": temporary_bytes, "error": self.accuracy.error(name)}
-
-    # --------------------------------------------------------------------------------------------------------- peers
 
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0

@@ -71,9 +71,6 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), ("examples",), axis_types=(AxisType.Auto,))
 
 
-# ------------------------------------------------------------------------------------------------------------- measured
-
-
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
@@ -107,9 +104,6 @@ def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mappi
     if mesh is None:
         return function.lower((jax.eval_shape(lambda: workload.draw(0, examples, "float32")),))
     return function.lower((data_parallel(workload, examples, mesh),))
-
-
-# ------------------------------------------------------------------------------------------------------------- compiled
 
 
 def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:

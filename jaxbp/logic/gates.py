@@ -47,9 +47,6 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
     return first + last
 
 
-# ----------------------------------------------------------------------------------- from parameters to coefficients
-
-
 def softmax(logits: Array) -> Array:
     """Return the coefficients c0 to c3 of each gate, `softmax(logits) @ COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
     return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
@@ -87,9 +84,6 @@ def _rows(parameters, parametrization):
 
 def _times(a, constant):
     return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
-
-
-# -------------------------------------------------------------------------------------- starting, hardening and scoring
 
 
 def initial_logits(

@@ -154,9 +154,6 @@ def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], pla
     return _operation(equation, [a.array for a in inputs], results, place.inside(equation))
 
 
-# ---------------------------------------------------------------------------------------------------------------- loops
-
-
 def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
     params = equation.params
     consts, carry = scan_sizes(params)
@@ -182,8 +179,6 @@ def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[N
 
 
 _LOOPS = {"scan": _run_scan, "while": _run_while}
-
-# ------------------------------------------------------------------------------------------------------------- reports
 
 
 def _argument(function: str, name: str, a: Any) -> NonFinite:

@@ -196,8 +196,6 @@ def _interpret(body, *arrays, structure, out, grid, name, scratch):
     return pl.pallas_call(kernel_body, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
 
 
-# ------------------------------------------------------------------------------------------------------ the primitive
-
 _launch_p = Primitive("launch")
 _launch_p.multiple_results = True
 _launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
@@ -346,9 +344,6 @@ def _warn_interpreted() -> None:
         "implementation='xla' is fast here.",
         stacklevel=2,
     )
-
-
-# ---------------------------------------------------------------------------------------- layouts of arrays for kernels
 
 
 def batch_last(x: Array) -> Array:

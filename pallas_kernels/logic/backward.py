@@ -74,8 +74,6 @@ def unsupported_memory(rows: int) -> str | None:
     return f"{needed_bytes} bytes of shared memory per CTA, only {available_bytes}"
 
 
-# ---------------------------------------------------------------------------------------------------------- by gate
-
 _GATES = SUMMED_ROWS // GATE_SUMS
 """Gates per CTA: their sums fill the rows of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
@@ -163,8 +161,6 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
     sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * GATE_SUMS * _GATES, GATE_SUMS * _GATES)])
 
 
-# --------------------------------------------------------------------------------------------------------- by input
-
 _INPUT_EXAMPLES = 1024
 """Maximum examples per CTA. Half as many were slower: docs/lab/2026-11-22-logic.md."""
 
@@ -229,8 +225,6 @@ def gradients_by_input(
     )
     return dx, jnp.sum(dc, axis=0)
 
-
-# ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
 """Largest batch for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""

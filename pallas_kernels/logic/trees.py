@@ -32,9 +32,6 @@ def _unsupported(*arrays, pool, **options):
     return unsupported(leaves.shape, pool) or ("images of 2^31 or more elements" if x.size >= 2**31 else None)
 
 
-# ------------------------------------------------------------------------------------------------------------- forward
-
-
 def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
     return Config(rows=1)  # The fastest number of rows in docs/lab/2026-11-22-trees.md.
 
@@ -97,9 +94,6 @@ def forward(
         barriers=False,
         name="trees",
     )
-
-
-# ----------------------------------------------------------------------------- gradients of coefficients and of leaves
 
 
 def _leaves_heuristic(dy, places, coefficients, leaves, x, *, window, stride, pool):

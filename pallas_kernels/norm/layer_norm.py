@@ -63,9 +63,6 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
     return GradientsConfig(vector, rows_of_program, columns)
 
 
-# --------------------------------------------------------------------------------------------------------- the kernels
-
-
 @kernel(heuristic=_normalise_heuristic)
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
@@ -146,9 +143,6 @@ def gradients(
     )
     dscale, *dbias = (jnp.sum(a, axis=0)[:hidden] for a in sums)
     return dx[:, :hidden], dscale, dbias[0] if center else None, y[:, :hidden] if with_y else None
-
-
-# ------------------------------------------------------------------------------------------------- steps of the kernels
 
 
 @dataclasses.dataclass(frozen=True)

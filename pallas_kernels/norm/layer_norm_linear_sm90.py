@@ -57,9 +57,6 @@ class InputGradientConfig:
     stages: int
 
 
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
-
-
 def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None:
     rows, (outputs, hidden) = x.shape[0], w.shape
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -100,9 +97,6 @@ def _input_gradient_unsupported(dz, x, scale, w, offset, inv_std):
 
 def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
     return InputGradientConfig(stages=2) if x.shape[0] >= _MIN_ROWS else None
-
-
-# --------------------------------------------------------------------------------------------------------- the forward
 
 
 @kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
@@ -232,9 +226,6 @@ class _Forward:
                 z_buffer[:, buffer_columns] = (columns_of(z, columns) + load_columns(bs, columns)).astype(x.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(z_buffer, refs.z.at[rows, pl.ds(start, self.config.columns)])
-
-
-# -------------------------------------------------------------------------------------------- the gradient of the input
 
 
 @kernel(unsupported=_input_gradient_unsupported, heuristic=_input_gradient_heuristic, capability=(9, 0))

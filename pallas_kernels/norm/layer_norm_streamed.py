@@ -28,9 +28,6 @@ _OVERHEAD_BYTES = 3 * 1024
 """Shared memory per CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 
 
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
-
-
 def _unsupported(x: Any, *, arrays: int) -> str | None:
     hidden = x.shape[-1]
     if block_of(hidden) is None:
@@ -93,9 +90,6 @@ def _input_gradient_heuristic(t, normalised, inv_std):
 
 def _input_gradient_from_x_heuristic(t, x, *, eps):
     return _heuristic(x, arrays=2, stages=2, programs=3)
-
-
-# --------------------------------------------------------------------------------------------------------- the kernels
 
 
 @kernel(unsupported=_forward_unsupported, heuristic=_normalise_heuristic)
@@ -199,9 +193,6 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
-
-
-# ---------------------------------------------------------------------------------------------------------- the bodies
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,9 +152,6 @@ def test_an_implementation_that_it_lacks_is_refused_with_those_it_has(op, implem
     assert str(error.value) == message
 
 
-# -------------------------------------------------------------------------------------------------------------- tracing
-
-
 def counting(function, calls):
     def counted(*arrays, **options):
         calls.append(arrays)
@@ -245,9 +242,6 @@ def test_the_implementation_is_part_of_jits_cache_key():
     assert [float(gradient(1.0, implementation=name)) for name in ("xla", "autodiff", "xla")] == [10, 1, 10]
 
 
-# -------------------------------------------------------------------------- backwards that take the forward's arguments
-
-
 @every_cube
 def test_vjp_takes_the_forwards_arguments(pair, implementation):
     assert_close(pair.vjp(2 * X, X, implementation=implementation), 6 * X**3, "float32")
@@ -328,9 +322,6 @@ def test_vjp_refuses_what_the_kernel_does_not_take_by_its_own_name():
     assert_close(pair.vjp(X[:2], X[:2], implementation="pallas"), 3 * X[:2] ** 3, "float32")
 
 
-# -------------------------------------------------------------------------------------------- functions composed of ops
-
-
 PART = Op("part", {"pallas": lambda x: x + 1, "xla": lambda x: x + 2, "autodiff": lambda x: x + 3})
 
 
@@ -362,9 +353,6 @@ def test_an_op_and_a_pair_say_their_names_and_implementations():
     assert repr(WITH_KERNEL) == "Pair(cube: xla, pallas, autodiff)"
     assert repr(WITH_KERNEL.backward) == "Op(cube_backward: xla, pallas)"
     assert repr(Op("twice", per_implementation(twice, ("pallas", None)))) == "Op(twice: pallas, None)"
-
-
-# -------------------------------------------------------------------------------------------------------------- options
 
 
 SHOW = Op("show", {"xla": lambda x, *, k: (print_of(k), x)[1]})
@@ -415,9 +403,6 @@ def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementa
     assert str(error.value) == "power: scale is a list; wants a hashable value, because options are static"
     with pytest.raises(TypeError, match=r"scale is an array; .* options are static; pass arrays by position"):
         POWER(X, power=2, scale=X[0], implementation=implementation)
-
-
-# --------------------------------------------------------------------------------------------------------------- caches
 
 
 def scaled_by_option(x, *, f):
@@ -471,8 +456,6 @@ def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
     assert count_alive(references) == 0
 
 
-# -------------------------------------------------------------------------------------- the choice of an implementation
-
 POINTS = jnp.linspace(-1, 1, 5)
 MARKS = {"pallas": jnp.tan, "xla": jnp.sin, "autodiff": jnp.cos}
 MARK = {"tan": "pallas", "sine": "xla", "cosine": "autodiff"}
@@ -500,9 +483,6 @@ def kernels_run(request):
 def run_on_the_cpu():
     with on_the_cpu():
         yield
-
-
-# --------------------------------------------------------------------------------------------- explicit implementations
 
 
 @pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
@@ -536,9 +516,6 @@ def test_what_a_kernel_does_not_take_is_refused_by_name():
 def test_the_same_op_under_another_name_has_it_in_its_messages():
     with pytest.raises(ValueError, match=r"^renamed: implementation is 'cuda'; wants"):
         marked().named("renamed")(POINTS, implementation="cuda")
-
-
-# ----------------------------------------------------------------------------------------------------------------- None
 
 
 FASTEST = DefaultImplementation(gpu="pallas", older_gpu="autodiff", elsewhere="xla")
@@ -579,9 +556,6 @@ def test_none_takes_the_next_best_where_the_fastest_is_lacking(has, taken):
     )
 
 
-# ----------------------------------------------------------------------------------------------- None with real kernels
-
-
 def square_gradient(dy, x):
     return 2 * x * dy
 
@@ -619,9 +593,6 @@ def test_what_is_fastest_may_depend_on_the_arguments():
     op = Op("op", {"xla": lambda x: x + 1, "autodiff": lambda x: x + 2}, default=default)
     with on_the_cpu():
         assert [float(op(jnp.zeros(n))[0]) for n in (1, 2)] == [2.0, 1.0]
-
-
-# ------------------------------------------------------------------------------------------------------ users' mistakes
 
 
 def scaled(x, w):
@@ -700,9 +671,6 @@ def test_a_pair_of_functions_of_a_module_can_be_pickled_under_its_name():
     np.testing.assert_array_equal(gradients, (2 * x, x))
 
 
-# ------------------------------------------------------------------------------------------------------------- pytrees
-
-
 def affine(parameters, x):
     return {"y": parameters["w"] * x + parameters["b"][0], "count": parameters["n"] + 1}
 
@@ -774,9 +742,6 @@ def test_none_may_stand_for_the_gradient_of_any_part_of_a_pytree():
 
     for backward in (lambda dy: None, lambda dy: {"w": None, "b": None}, lambda dy: {"w": dy, "b": None}):
         assert not gradient(backward)["b"][0].any()
-
-
-# ------------------------------------------------------------------------------------------------- residuals and remat
 
 
 def counting_residual(x, counts):

@@ -83,9 +83,6 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
             torch.cuda.empty_cache()
 
 
-# -------------------------------------------------------------------------------------------------------- the workloads
-
-
 def ops(forwards: Functions, backwards: Functions) -> Build:
     """Return a `Build` for ops. A forward's call also computes the gradients."""
     return functools.partial(_op, forwards, backwards)
@@ -353,9 +350,6 @@ def _lenet(task, arguments):
 
     model.to(images.device)
     return model, [dict(model.named_parameters())[name] for name in names], loss_of
-
-
-# -------------------------------------------------------------------------------------------------------- measurement
 
 
 def _captured(program: Callable) -> Callable:

@@ -112,9 +112,6 @@ DEPTHWISE_CONV1D = Pair(
 )
 
 
-# -------------------------------------------------------------------------------------------------- calls from `conv1d`
-
-
 def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
     return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
 

@@ -11,8 +11,6 @@ import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
 
-# --------------------------------------------------------------------------------------------------------- convolution
-
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
 """A tap is a position of the filter. Up to 2.6 million elements and 31 input positions per tap, the product was faster
@@ -58,8 +56,6 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
     return y.astype(images.dtype)
 
-
-# ------------------------------------------------------------------------------------------- convolution, ReLU and pool
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000

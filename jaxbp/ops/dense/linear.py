@@ -106,9 +106,6 @@ def _check_shapes(op, x, w, b):
         checks.shape(op, "b", b, w.shape[0])
 
 
-# --------------------------------------------------------- for devices without the kernels of half precisions
-
-
 def forward_in_float32(
     x: Float[AnyArray, "rows in_features"],
     w: Float[AnyArray, "out_features in_features"],

@@ -85,7 +85,6 @@ def _gradients(dy, saved, *, precision):
     return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
 
 
-# --------------------------------------------------------------------------------------------------------- the kernels
 # A wide row has one example's outputs of a hidden layer, then 1, then zeros for the tensor cores. dzᵀ times the wide
 # rows has the columns of dw, then db.
 

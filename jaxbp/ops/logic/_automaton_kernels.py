@@ -182,9 +182,6 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     return dseen, dkept, total.at[0].add(of_lanes.astype(total.dtype))
 
 
-# ------------------------------------------------------------------------------------------------------- wires as rows
-
-
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)

@@ -66,9 +66,6 @@ def test_every_public_op_is_in_the_table():
     assert takes_implementation == {entry.name for entry in CATALOGUE}
 
 
-# ------------------------------------------------------------------------------------------ comparison with differences
-
-
 def _directions(arrays, count):
     random = np.random.default_rng(0)
     return [[random.standard_normal(a.shape).astype(a.dtype) for a in floats(arrays)] for _ in range(count)]
@@ -134,9 +131,6 @@ def test_first_and_second_derivatives_of_formulas_match_finite_differences(name)
         arrays, _ = drawn(name, dtype="float64")
     function = of_floats(op_of(name, None, "xla"), arrays)
     assert_second_derivatives_match_differences({name: function}, {name: floats(arrays)})
-
-
-# ---------------------------------------------------------------------------------------------- comparison with float64
 
 
 @ours
@@ -245,9 +239,6 @@ def _check_at_place(name, place, implementation, dtype, batch):
         assert_close(actual, exact, dtype)
 
 
-# ----------------------------------------------------------------------------------------- lowering and memory accesses
-
-
 def _places_and_dtypes():
     for entry in DISTINCT:
         cases = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
@@ -304,9 +295,6 @@ def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
     assert _equal(last_first, in_order)
 
 
-# ------------------------------------------------------------------------------------------- choosing an implementation
-
-
 @every_op
 def test_float64_kernels_are_refused(name):
     refused = pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only")
@@ -326,9 +314,6 @@ def test_unknown_implementation_is_refused(name):
     wanted = f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff', or None"
     with pytest.raises(ValueError, match=wanted):
         op_of(name, None, "cuda")(*drawn(name)[0])
-
-
-# ------------------------------------------------------------------------------------------------ JAX's transformations
 
 
 @every_pair_of_ours
@@ -419,9 +404,6 @@ def _smallest_place(name):
     if any(BATCH in argument.shape for argument in case_of(name).leaves):
         return None
     return min(ENTRIES[name].real, key=functools.partial(_size, name))
-
-
-# --------------------------------------------------------------------------------------------------------------- export
 
 
 @pytest.mark.parametrize("name", ["gate_layer", "gate_layer_backward", "conv2d_relu_max_pool2d", "layer_norm"])

@@ -18,9 +18,6 @@ def drawn(*shapes, dtype="float32", seed=0):
     return [random.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-# ---------------------------------------------------------------------------------------- a correct op and copies of it
-
-
 def dense(x, w, b):
     return x @ w.T + b
 
@@ -189,9 +186,6 @@ def test_a_failure_names_the_worst_element_and_both_values():
     ):
         result.raise_if_failed()
     assert "failed" in str(result)
-
-
-# ------------------------------------------------------------------------------ mistakes that random data does not show
 
 
 def maximum_backward(dy, x, y):
@@ -437,9 +431,6 @@ def test_the_report_says_what_was_tried_and_what_was_not():
 def test_a_failure_says_what_it_looks_like(wrong, looks):
     failure = quickly(Pair(jnp.sin, {"xla": wrong}, name="op"), *S, added=(), implementations=["xla"]).failures[0]
     assert failure.reason == looks and str(failure).endswith(looks)
-
-
-# ---------------------------------------------------------------------------------------------------------- correct ops
 
 
 def test_an_op_of_the_library_passes_in_every_implementation_and_order():

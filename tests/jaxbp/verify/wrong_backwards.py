@@ -50,9 +50,6 @@ def said(row: CheckRow) -> str:
     return "; ".join(filter(None, (f"`{row.argument}`, {row.data}", row.reason)))
 
 
-# --------------------------------------------------------------------------------------------------- norms
-
-
 def layer_norm(x, scale, bias):
     centred = x - x.mean(axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5) * scale + bias
@@ -146,9 +143,6 @@ def group_norm_of_last_axis(dy, x):
     return (inv_std * (t - mean(t) - xhat * mean(t * xhat))).reshape(x.shape)
 
 
-# --------------------------------------------------------------------------------------------------- attention
-
-
 def attention(scores, v):
     """Compute causal linear attention on two devices. The first device has the first and last rows of y."""
     y = jnp.tril(scores) @ v
@@ -157,9 +151,6 @@ def attention(scores, v):
 
 def attention_of_dy_in_order(dy, scores, v):
     return jnp.tril(dy @ v.T), jnp.tril(scores).T @ dy
-
-
-# ----------------------------------------------------------------------------------------- sums, products
 
 
 def mean_of_rows(x):
@@ -190,9 +181,6 @@ def gaussian_half(dy, d, conic):
     g = dy * gaussian(d, conic)
     dd = -jnp.stack([conic[0] * d[0] + conic[1] * d[1], conic[2] * d[1] + conic[1] * d[0]]) * g
     return dd, -0.5 * jnp.stack([d[0] ** 2, d[0] * d[1], d[1] ** 2]) * g
-
-
-# -------------------------------------------------------------------------------------- activations, kinks
 
 
 def softplus_of_3(x):
@@ -227,9 +215,6 @@ def max_of_rows(x):
 
 def to_all_that_are_close(within):
     return lambda dy, x: dy[:, None] * (jnp.abs(x - x.max(axis=-1, keepdims=True)) <= within)
-
-
-# -------------------------------------------------------------------------------------------------- losses
 
 
 def soft_cross_entropy(x, p):
@@ -295,9 +280,6 @@ def read_alike(dy, x):
 
 def read_elsewhere(dy, x):
     return put(dy, WIRES[..., [0, 2, 1]])
-
-
-# ------------------------------------------------------------------------------------------------- more operations
 
 
 def softmax_attention(q, k, v):
