@@ -96,7 +96,6 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "summary": summary,
     "works": bench_tables.works,
-    "formulations": bench_tables.formulations,
     "ratios": bench_tables.ratios,
     "slower": bench_tables.slower,
     "dtypes": bench_tables.dtypes,

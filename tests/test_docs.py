@@ -459,16 +459,6 @@ def test_kernels_slower_than_autodiff_are_listed_from_the_newest_run(book):
     assert "Measured on a device, jax 0.12.0: [run.json](results/run.json)." in page
 
 
-def test_formulations_of_a_peer_are_relative_to_the_fastest(book):
-    rows = [row(implementation=f"B {name}", microseconds=t, peer="B") for name, t in (("raw", 30.0), ("light", 20.0))]
-    page = book("formulations run", run=report(row(), *rows))
-    assert cells(page) == [
-        ["time / time of the fastest", "a work, batch 128"],
-        ["B raw", "1.50x"],
-        ["B light", "1.00x"],
-    ]
-
-
 def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, figures):
     places = [row("gates a", floor_fraction=0.25), row("gates b", floor_fraction=0.75)]
     places = [of | {"place": of["work"][-1]} for of in places]

@@ -76,16 +76,6 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     return f"{count} The table lists the other workloads.\n\n{table}" if outside else count
 
 
-def formulations(reports: Reports) -> str:
-    columns = {}
-    for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
-        fastest = min(time(row) for row in group.values() if time(row))
-        columns[title] = {name: times(time(row) / fastest) for name, row in group.items() if time(row)}
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    lines = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    return markdown(["time / time of the fastest", *columns], lines)
-
-
 def slower(reports: Reports) -> str:
     newest = {}
     for name, report in reports.items():
