@@ -1,6 +1,6 @@
 """Run the kernels of every op under NVIDIA's compute-sanitizer, in one process per op and tool.
 
-    pip install nvidia-cuda-sanitizer-api                       # newer than in most toolkits
+    pip install nvidia-cuda-sanitizer-api
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array

@@ -252,7 +252,7 @@ def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables, figures
     marks = [mark for mark in " ".join(words).split() if "=" not in mark and mark != "*"]
     marks += [family.file for family in figures.summary.FAMILIES]
     lab = "".join(page.read_text() for page in (DOCS / "lab").glob("*.md"))
-    marks += re.findall(r"\]\(\.\./results/([\w-]+)\.json\): .+\n\n    ", lab)  # below a table, with its command
+    marks += re.findall(r"\]\(\.\./results/([\w-]+)\.json\): .+\n\n    ", lab)
     for path in (DOCS / "results").glob("*.json"):
         assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
         assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"

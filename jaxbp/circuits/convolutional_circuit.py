@@ -98,7 +98,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position has a copy of each kernel. The gates of the pools count, too."""
+        """The number of gates if every position has a copy of each kernel. Gates of pools count, too."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 

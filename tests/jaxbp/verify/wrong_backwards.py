@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxbp import Pair
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
+from jaxbp.verify.points import USER_DATA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ class WrongBackward:
 
 
 def said(row: CheckRow) -> str:
-    return "; ".join(filter(None, (f"`{row.argument}`, {row.data}", row.reason)))
+    data = "" if row.data == USER_DATA else f", {row.data}"
+    return "; ".join(filter(None, (f"`{row.argument}`{data}", row.reason)))
 
 
 def layer_norm(x, scale, bias):
@@ -708,9 +710,9 @@ HEAD = """# Wrong backwards
 `tests/jaxbp/verify/wrong_backwards.py` rewrites each as a small pair, and generates this page.
 
 Most of these backwards passed the tests of their projects, which used a dy of ones, square matrices, positive numbers,
-or a single row. The check therefore also uses [added data](numerics.md#added-data). "Own data" is the data of the call.
+or a single row. The check therefore also uses [added data](numerics.md#added-data).
 
-| op | mistake | reported in | argument and data of the first failure, and the reported cause |
+| op | mistake | reported in | argument and added data of the first failure, and the reported cause |
 |---|---|---|---|
 """
 
