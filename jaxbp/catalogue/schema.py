@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, equal for every key and dtype. The Python expression `code` creates them."""
+    """The wires between gates, an argument that no random key changes. The Python expression `code` creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str

@@ -327,9 +327,8 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of elements whose sums along each axis lie between the sums of `found`, gradients at nearby points.
-
-    The limits are widened, because few points seldom break many ties in one direction.
+    """Return a mask of `a`. For each axis, the sum of the elements in line with an element must lie between the least
+    and the largest such sum of the gradients `found` at nearby points, widened by `limit` and by their range.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

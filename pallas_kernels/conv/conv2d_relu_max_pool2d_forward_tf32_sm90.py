@@ -204,8 +204,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. (r, s) is position t of the module's docstring."""
+    """Return the module's `weights`, one matrix per step. A step is for some of the channels c."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))

@@ -77,8 +77,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load a tree's leaves from the flattened image `numbers`. `place` has each lane's position in the pooling
-        window."""
+        """Load this tree's leaves from `numbers`, a flattened image of N examples, for the window that begins at pixel
+        `first`. `place` has each lane's position in it."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):

@@ -1,4 +1,4 @@
-"""Pairs of reductions. `axis` is a tuple, and `shape` is the shape of the argument a."""
+"""Reductions with their backwards. `axis` is a tuple, and `shape` is the shape of the argument a."""
 
 import functools
 import math

@@ -165,8 +165,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute a CTA's groups of cells one after another. `steps(slices, carry)` returns the steps of one group, which
-    change the list `carry`. During a group's last steps, the objects in `loads` load the next group's data."""
+    """Compute a CTA's groups of cells one after another. `steps(slices, carry)` takes the `Cells` of one group, and
+    returns steps that change the list `carry`. During a group's last steps, the objects in `loads` load the next
+    group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):
