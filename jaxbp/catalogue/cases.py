@@ -65,8 +65,8 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the entries of a function and of its public backward.
 
-    Cases have the arguments `(dy, *arguments)`. The backward takes `(dy, *arguments[takes])`. If `like` is the
-    function's name, it is only for the backward.
+    Cases have the arguments `(dy, *arguments)`. The backward takes `(dy, *arguments[takes])`. `like` is as in `Entry`,
+    for the backward only if it names the function.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 

@@ -119,7 +119,7 @@ class AutomatonArgument(FixedArgument):
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """`grid` is the shape without channels."""
+        """Return the argument for an automaton's state. `grid` is its shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 

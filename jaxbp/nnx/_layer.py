@@ -39,7 +39,8 @@ class Layer:
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether Flax computes a call with `arrays`. `arguments` are as `lacking` in `needs_flax`."""
+        """Return whether Flax computes a call: a dtype of `arrays` is unsupported, or one of `arguments` is true. See
+        `needs_flax`."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported

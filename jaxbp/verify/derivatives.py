@@ -66,7 +66,7 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results (order 0), the gradients (order 1), or `derivative` (higher orders)."""
+        """Return the results (order 0), the gradients (order 1), or a higher derivative as in `with_square`."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)

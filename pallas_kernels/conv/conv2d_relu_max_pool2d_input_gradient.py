@@ -80,8 +80,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of `columns` cells into groups of at most `cells` cells, one per CTA. A row has Q windows,
-    a filter G columns, and a window S columns."""
+    """The division of a row of `columns` cells of dx, each as large as a pooling window, into groups of at most `cells`
+    cells, one per CTA. A row has Q windows, a filter G columns, and a window S columns."""
 
     columns: int
     cells: int

@@ -222,8 +222,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add row p of windows to the sums, and write the cells in row p, which are then complete. Return the next
-        row's operands, and the sums of incomplete cells."""
+        """Add the contributions of row p of pooling windows to the sums of dx. Row p of cells is then complete, and is
+        written. Return the operands of row p + 1, and the sums of later cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -130,8 +130,8 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest vector length that divides the arrays' last axis: at most 4 * LANES, or 2 * LANES for several
-    dtypes. Their vectors combine only if a thread loads equally many elements of each, in at most 8 bytes."""
+    """Return the largest vector length that divides the arrays' last axis, at most 4 * LANES. If the dtypes differ, it
+    is at most 2 * LANES: a thread must load equally many elements of each array, in at most 8 bytes."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)

@@ -135,7 +135,7 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Warpgroups divide the slices only if the sums of dc are in registers."""
+        """Return the slices of cells that this warpgroup computes: all, unless the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
