@@ -156,7 +156,8 @@ def dot(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*rows_and_columns"]:
-    """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
+    """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b. y has the shape
+    `(*rows, *batch, columns)`.
 
     Unlike in `matmul`, batch axes do not broadcast against each other.
     """
