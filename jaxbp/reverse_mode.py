@@ -101,7 +101,7 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)`, with `jax.linear_transpose` for each set of arrays in `linear_in` (see `Pair`)."""
+    """Return `function(*arrays)`, which `jax.linear_transpose` supports for each set in `linear_in` (see `Pair`)."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))

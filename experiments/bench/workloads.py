@@ -28,8 +28,8 @@ class Workload:
       batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. `implementation` may be a function of `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. A
-        training step's `implementation` is the optimizer's, and "autodiff" means Optax.
+      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments,
+        one per call of an op. A training step's `implementation` is the optimizer's, and "autodiff" means Optax.
       steps: the number of training steps per program, which takes a single set of arguments. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size for the comparison with float64 on the CPU.

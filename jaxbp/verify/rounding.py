@@ -28,7 +28,8 @@ ROUNDED = frozenset({
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
     """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
 
-    Operations move by many times their rounding error, and the change is divided by this factor, to make jumps small.
+    Results of operations move by many times their rounding error. The change is divided by this factor, so a jump of
+    the function counts little.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))

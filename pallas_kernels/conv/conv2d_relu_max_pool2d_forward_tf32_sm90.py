@@ -204,7 +204,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the module's `weights`, one matrix per step. A step is for some of the channels c."""
+    """Return the module's `weights`, one matrix per step of `config.channels` input channels."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))

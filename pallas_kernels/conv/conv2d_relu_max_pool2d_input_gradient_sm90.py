@@ -69,7 +69,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Rows of cells to which one row of windows contributes."""
+        """Rows of cells (see the module) to which one row of windows contributes."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property

@@ -132,8 +132,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles per unit, for all parts in `shares`: two per column of a product and warpgroup, plus
-        one per 24 bytes of loads."""
+        """Estimated clock cycles per unit, added over all parts (`shares`): two per column of each warpgroup's
+        product, plus one per 24 bytes of loads."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 

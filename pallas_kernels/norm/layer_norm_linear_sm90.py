@@ -45,7 +45,7 @@ _ALIGNMENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Columns of z per TMA copy to device memory."""
+    """`columns` of the result z are stored per TMA copy."""
 
     columns: int
 

@@ -147,8 +147,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see an element's cell, yield the index in dseen of its gradient with respect
-        to the element, and whether this cell exists."""
+        """Nine cells see the cell of an element of the state. For each of the nine, yield the index in dseen of its
+        gradient with respect to the element, and whether it exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
