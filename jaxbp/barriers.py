@@ -41,9 +41,12 @@ def recomputed(*arrays: Array) -> tuple[Array, ...]:
 
 
 def stored(residual: Array) -> Array:
-    """Return a residual that XLA stores in its dtype. On a GPU, XLA would otherwise keep the float32 array from which a
-    half precision was rounded (`xla_allow_excess_precision`)."""
-    return residual if residual.dtype.itemsize > 2 else _on_gpu(lax.optimization_barrier, residual)
+    """Return a residual, on a GPU after a barrier, so that XLA stores this array and no other.
+
+    Otherwise, XLA may keep the array from which it can compute the residual again, or, in half precision, the float32
+    array that was rounded (`xla_allow_excess_precision`).
+    """
+    return _on_gpu(lax.optimization_barrier, residual)
 
 
 def _on_gpu(f, a):

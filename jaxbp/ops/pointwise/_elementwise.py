@@ -53,7 +53,7 @@ class Elementwise(Pair):
             return _in_shapes_of(arrays, _gradient_kernels(in_kernel, dy, arrays))
 
         def save_result(x, **options):
-            y = in_dtype(x, **options)
+            y = barriers.stored(in_dtype(x, **options))
             return y, (y,)
 
         super().__init__(
