@@ -51,7 +51,8 @@ class Automaton(ByContent):
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """The columns of `order` for each update layer."""
+        """For each update layer, the order of its gates in a GPU kernel (row 0), and the inverse permutation (row
+        1)."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
@@ -148,7 +149,7 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the row of each output of perception in the memory of a GPU kernel.
+    """Return, for each output of perception, its row of shared memory among all outputs of perception.
 
     Outputs are in the order (channel, bit, kernel), and rows in the order (bit, kernel, channel).
     """

@@ -40,7 +40,7 @@ TINY = 1e-20
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the values of the 16 relaxed functions, by number."""
+    """Return the values of the 16 relaxed functions of a and b, in the order of their numbers."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -64,14 +64,16 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION` with M from `BASES`."""
+    """Return the coefficients c0 to c3 of each gate. `sigmoid(M @ parameters)`, with the matrix M from `BASES`, is its
+    relaxed truth table. `INTERPOLATION` maps the table to coefficients."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return the gradient `Σ_k r_k * (1 - r_k) * dr_k * M_k` with respect to the parameters.
 
-    Here r is the relaxed truth table, `dr = INTERPOLATION @ dc`, and M_k is row k of the matrix M from `BASES`.
+    Here `r = sigmoid(M @ parameters)` is the relaxed truth table, and `dr = INTERPOLATION @ dc` its gradient. M_k is
+    row k of the matrix M from `BASES`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)

@@ -45,7 +45,7 @@ class TreeWires(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates per kernel."""
+        """The number of gates in the tree of each kernel."""
         return self.leaves.shape[-2] - 1
 
     @property

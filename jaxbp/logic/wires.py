@@ -46,12 +46,12 @@ class Wires(ByContent):
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have equally many consumers."""
+        """Whether gates read all inputs equally often."""
         return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
-        """Each gate's position among the consumers of its input a (row 0) and b (row 1): `(2, gates)`."""
+        """Each gate's position among the gates that read its input a (row 0) and its input b (row 1): `(2, gates)`."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -106,7 +106,7 @@ class Wires(ByContent):
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Make random wires. The number of consumers per input varies by at most one. A gate may read one input twice.
+        """Make random wires. The number of reads per input varies by at most one. A gate may read one input twice.
 
         Raises:
           ValueError: there are no inputs or no gates.
@@ -120,8 +120,8 @@ class Wires(ByContent):
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
         """Make random wires in which no two gates have the same pair of inputs, in either order.
 
-        Each input has a consumer. If there are at least four times as many pairs as gates, the number of consumers per
-        input varies by at most one.
+        Gates read every input. If there are at least four times as many pairs as gates, the number of gates per input
+        varies by at most one.
 
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
@@ -161,7 +161,8 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which trails (see `Graph`) leave inputs, and the inputs by first visit."""
+    """Return the gates in the order of Euler trails (see `Graph`), and the inputs in the order of first visit. Gate g
+    is `2 * g` if the trail reaches it from its input a, and `2 * g + 1` if from b."""
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 

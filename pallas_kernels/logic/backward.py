@@ -55,15 +55,16 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield four vectors whose sums over the lanes are a gate's dc. `values` has (dy, a, b) for each block of lanes."""
+    """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. Summed over its lanes, each
+    of these vectors is the gradient of one coefficient of a gate."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, numbered as in `Graph`. The gate's derivative with respect to the input is
-    `slope + curve * partner`, where partner is its other input."""
+    """Return (slope, curve) for a gate that reads an input, numbered as in `Graph.consumers`. Its derivative with
+    respect to this input is `slope + curve * partner`, where partner is its other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -82,7 +83,7 @@ _GATE_BLOCKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Lane blocks of `LANES` examples per CTA."""
+    """Number of blocks of `LANES` examples that each CTA computes."""
 
     blocks: int
 
@@ -105,7 +106,8 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). dx may use the memory of x, because only one CTA reads each element of x."""
+    """Return (dx, dc), the gradients of x and the coefficients, if each input has one reader. Only one CTA reads each
+    element of x, so dx may use the memory of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -167,7 +169,7 @@ _INPUT_EXAMPLES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Tile of a CTA: one input, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: one input of the layer, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -238,8 +240,8 @@ _INPUTS, _CONSUMERS = 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: `inputs` inputs, and one block of `length` examples. The CTA loads `consumers` consumers of each
-    input at once."""
+    """Tile of a CTA: `inputs` inputs of the layer, and one block of `length` examples. For each input, the CTA loads
+    the data of `consumers` gates that read it at once."""
 
     inputs: int
     consumers: int

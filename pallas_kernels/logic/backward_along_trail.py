@@ -1,7 +1,7 @@
 """Gradients of a layer of two-input gates, in the order of an Euler trail through its inputs (see `Graph`).
 
-A CTA computes several consecutive inputs of the trail. It starts all loads at once: each input's row of x and, for each
-gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
+A CTA computes the gradients of consecutive inputs of the trail. It starts all loads at once: each input's row of x and,
+for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ SUM_ROWS = SUMMED_ROWS // 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `inputs` inputs, and `blocks` lane blocks of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: `inputs` inputs of the layer, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
@@ -73,8 +73,8 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). For each of its inputs, a CTA computes dc of the gates through which the trail leaves the
-    input."""
+    """Return (dx, dc). A CTA computes dx of some inputs, and dc of the gates through which the Euler trail (see
+    `Graph`) leaves these inputs."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

@@ -1,8 +1,8 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. A row's residue is its index mod 8. An octet, eight
-neighboring threads, accesses shared memory in one cycle if different rows have different residues. The order of a
-layer's gates determines their rows.
+Shared memory has 32 banks of 4 bytes. A row, which has a gate's outputs in four cells, takes 16 bytes. A row's residue
+is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if different rows have
+different residues. The order of a layer's gates determines their rows.
 """
 
 import itertools
@@ -37,8 +37,10 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`: each gate's position among the consumers of its input a, and of its input b.
-      rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
+      turns: for each layer, `(2, gates)`: each gate's position among the gates that read its input a, and that read its
+        input b.
+      rows: for each input of the first layer, the index of its row in shared memory. Other layers begin at multiples of
+        8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -54,8 +56,9 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return lists of eight gates (octets), and a list of the remaining gates. `a` and `b` are the residues of each
-    gate's inputs. If all are equally frequent, an octet's inputs a have different residues, and so have its inputs b.
+    """Return lists of eight gates (octets), then a list of the rest. `a` and `b` are the residues (row of shared memory
+    mod 8) of each gate's inputs. If all are equally frequent, an octet's inputs a have different residues, and so have
+    its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
     and octets are colors. If no octet is free for both residues of a gate, the gate displaces another gate, which moves
@@ -100,12 +103,12 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return the gates, with the order within each octet chosen to avoid bank conflicts. A gate's position in its octet
-    is its row's residue.
+    """Return all gates, with the order within each octet (eight gates of neighboring threads) chosen to avoid bank
+    conflicts. A gate's position in its octet is the index of its row of shared memory mod 8.
 
     Args:
-      readers: `(2, gates)`, a number for each gate's gradients with respect to a and to b. Gradients that one octet of
-        the layer before reads in one access have equal numbers.
+      readers: `(2, gates)`, a number for each gate's gradients with respect to a and to b. Gradients that eight threads
+        of the previous layer read in one access have equal numbers.
       roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
     """
     *octets, rest = octets

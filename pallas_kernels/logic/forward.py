@@ -24,14 +24,15 @@ _PROGRAM_EXAMPLES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `gates` gates, and `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: the outputs of `gates` gates for `length` examples, a multiple of `LANES`."""
 
     gates: int
     length: int
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the largest number of examples that divides a row of x and takes one load per thread."""
+    """Return the largest number of examples that divides a row of x and that a warpgroup loads with one load per
+    thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 

@@ -52,13 +52,14 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`, for the arguments of `mixture_gradient`."""
+    """Return the coefficients of gates, `(*gates, 4)`: `softmax(logits) @ table`, as in `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. Both kernels run only on GPUs and in the simulator.
+    """Return the gradient with respect to the logits. `mixture` and this function run only on GPUs and in the
+    simulator.
 
     Args:
       dc: `(*gates, 4)`, float32.

@@ -1,7 +1,7 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
 Gate g of a level computes `c0 + c1 a + c2 b + c3 ab`, where a and b are values `2 * g` and `2 * g + 1` of the level
-before. The argument `c` lists the four coefficients of each gate level by level, the root last.
+before.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return one list of values per level, leaves first."""
+    """Return the values of a tree of gates, one list per level, leaves first. `c` has the four coefficients of each
+    gate, level by level, the root last."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)

@@ -23,14 +23,14 @@ _MAX_PLACES = 9
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per CTA: of the image for `input_gradient`, otherwise of the pooled output."""
+    """Number of rows that a CTA computes: rows of the image in `input_gradient`, otherwise of the pooled output."""
 
     rows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`height` and `width` are the size of the padded image, `rows` and `columns` the size of the pooled output."""
+    """Sizes of a convolution: `height` and `width` of the padded image, `rows` and `columns` of the pooled output."""
 
     height: int
     width: int
@@ -49,15 +49,16 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the index in channel 0 of a tree's top left pixel at the first position of a pooling window."""
+        """Return the pixel, numbered within one channel, where the convolution's window begins at the first position of
+        pooling window (row, column)."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from a pooling window's first position to `place`."""
+        """Return the distance in pixels from the first position of a pooling window to its position `place`."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return `(kernels, leaves)`, each leaf's distance in pixels from the tree's top left pixel in channel 0."""
+        """Return each leaf's index in the flattened image if its tree is at the top left, `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -77,8 +78,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load this tree's leaves from `numbers`, a flattened image of N examples, for the window that begins at pixel
-        `first`. `place` has each lane's position in it."""
+        """Load the pixels that this tree's leaves read from `numbers`, a flattened image of N examples. `first` is the
+        first pixel of a pooling window. `place` has the tree's position in this window for each lane."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):

@@ -114,11 +114,11 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return float32 dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, only on GPUs and in
-    the simulator.
+    """Return the float32 gradients of the coefficients, `(kernels, gates, 4)`, and of the leaves, `(kernels * leaves,
+    rows, columns, N)`, only on GPUs and in the simulator.
 
     Args:
-      dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
+      dy: `(kernels, rows, columns, N)`, the gradient with respect to the y of `forward`.
       places: the indices from `forward`. Other arguments are arguments of `forward`.
     """
     geometry = Geometry.from_image(x, window, stride, pool)

@@ -64,8 +64,8 @@ def input_gradient(
     """Return dx `(channels, height, width, N)` float32, without padding, only on GPUs and in the simulator.
 
     Args:
-      dleaves, places: result and argument of `leaf_gradients`.
-      leaves: argument of `leaf_gradients`.
+      dleaves: the gradients of the leaves from `leaf_gradients`.
+      places, leaves: arguments of `leaf_gradients`.
       readers, reader_offsets: int32. `readers[reader_offsets[c] : reader_offsets[c + 1]]` are the leaves that read
         channel c, as numbers `kernel * leaves + leaf`.
       size: channels, height, and width without the padding.
@@ -107,8 +107,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the rows of pooling windows in which a leaf reads pixels of the band. `leaf_row` is the
-        leaf's pixel row, relative to the band, at the first position of a window in row 0."""
+        """Return (first, end), the rows of the pooled output for which a leaf reads pixels of the band, a CTA's rows of
+        the image. `leaf_row` is the row that the leaf reads first for output row 0, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -116,9 +116,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return, for each lane, the element of shared memory for its leaf's gradient, or an unused element if the
-        leaf's pixel is outside of the band. `row` and `column` are this pixel at the window's first position, relative
-        to the band. `place` is each lane's position in the window."""
+        """Return the element of shared memory where each lane adds its leaf's gradient, an unused element if the leaf's
+        pixel is outside of the band (a CTA's rows of the image). `row` and `column` are this pixel at the first
+        position of a pooling window, relative to the band. `place` is each lane's position in this window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

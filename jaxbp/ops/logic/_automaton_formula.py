@@ -71,7 +71,7 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return (dstate, total), with the gradients of the coefficients added to `total`."""
+    """Return the gradient with respect to the state, and `total` plus the gradients of the coefficients."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
@@ -109,7 +109,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """Return the nine cells that each cell sees, `(..., height, width) -> (9, ..., height, width)`."""
+    """Return the states of each cell and its eight neighbors, `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")

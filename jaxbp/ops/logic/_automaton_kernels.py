@@ -1,7 +1,7 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
 A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). dseen has
-each cell's terms for the gradients of the nine cells that it sees. dkept has the other terms.
+each cell's gradients with respect to the nine cells that it sees. dkept has the remaining gradient of each cell.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For each kernel, one integer per lane. It packs the two rows of shared memory that the lane's gate reads."""
+    """For the forward and the backward kernel, one integer per lane. It packs the two rows of shared memory that the
+    lane's gate reads."""
 
     forward: Array
     backward: Array
@@ -39,11 +40,11 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Values that every tick uses.
+    """Arrays that are computed once for the kernels of all ticks.
 
     Attributes:
-      lanes: for each lane, the four coefficients of its gate.
-      consumers: for each lane, the rows of gradients whose sum is the gradient of its gate's value (`Plan.consumers`).
+      lanes: the four coefficients of each lane's gate.
+      consumers: the rows of shared memory whose sum is the gradient of each lane's gate (`Plan.consumers`).
     """
 
     coefficients: tuple
@@ -97,7 +98,8 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return (dseen, dkept) for the last state. dseen is 0, because no later tick reads this state."""
+    """Return the last state's gradient as the pair (dseen, dkept) of `tick_backward`. dkept is `dlast`. dseen is 0,
+    because no later tick reads this state."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -111,7 +113,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return zeros to which each CTA adds its part of the coefficients' gradients, `(CTAs, gates, 4)`."""
+    """Return zeros, `(CTAs, gates, 4)`, in which each CTA sums the coefficients' gradients over its cells."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
@@ -203,7 +205,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """In each update layer, move the row of each gate to its lane (`which=_GATES`), or back (`which=_LANES`)."""
+    """Permute the rows of each update layer from the order of its gates to the order of the GPU lanes that compute them
+    (`which=_GATES`), or back (`which=_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -264,7 +267,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return the gates that read each input, else -1, and whether as a (0) or b (1), both `(max_fan_out, inputs)`."""
+    """Return the gates that read each input, padded with -1, and whether they read it as their a (0) or b (1). Both are
+    `(max_fan_out, inputs)`."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

@@ -20,7 +20,8 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """One key per tick, and the rounding rate, or None for no rounding."""
+    """Randomness of all ticks: one key per tick, and the probability that values of the state are rounded, or None for
+    no rounding."""
 
     keys: Array
     rounding_rate: Array | None
@@ -115,7 +116,8 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Let a mesh divide the batch of grids, unless one draw gives the random values of all grids."""
+    """Let a mesh divide the batch of grids, unless ticks are random, because random values are drawn for the whole
+    batch at once."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -152,5 +154,6 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the `Pair` of an implementation. For an empty state, it has no kernels."""
+    """Return the differentiable function for many ticks. Without elements in the state, it uses formulas instead of
+    kernels."""
     return _TICKS[implementation if state.size else "xla"]

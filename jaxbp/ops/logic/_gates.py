@@ -1,4 +1,5 @@
-"""A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
+"""A layer of gates as formulas in jnp. Its inputs are rows `(inputs, ..., examples)`, and its coefficients `(4, gates,
+...)`.
 
 The middle axes `...` index circuits with the same wires. If the rows have size 1 along such an axis, all circuits along
 the axis read the same rows.
@@ -26,7 +27,7 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows), as in `gate_layer_backward`. drows sums over the gates that read a row (its consumers)."""
+    """Return the gradients of the coefficients and of the rows, which are summed over the gates that read a row."""
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
@@ -76,7 +77,7 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """On a CPU, separate sums are ten times slower."""
+    """Sum each of `terms`. On a CPU, separate sums are ten times slower."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
@@ -98,7 +99,7 @@ def few_have_most(wires: Wires) -> bool:
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """For each input, sum one term per consumer (a gate that reads the input), `(inputs, ...)`.
+    """Sum, for each input, one term per consumer (a gate that reads the input), `(inputs, ...)`.
 
     `terms` maps n indices into `wires.consumers` to the terms of these consumers, `(n, ...)`.
     """

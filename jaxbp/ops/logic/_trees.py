@@ -17,7 +17,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return the maximum of each tree in each window of the pool, and its row-major position in the window.
+    """Return the maximum of each tree in each pooling window, and its row-major position in the window.
 
     Both are `(kernels, height, width, N)`. The positions are None for windows of size 1. The coefficients are
     `(kernels, gates, 4)`.
@@ -41,7 +41,8 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """Return the gradients (dc, dx) of the coefficients and of the padded x, given the maxima's positions `places`."""
+    """Return the gradients of the coefficients and of the padded x, given the positions `places` of the maxima in their
+    pooling windows."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
@@ -98,7 +99,7 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the values that a leaf reads if its tree is at (u, v) of each pool window, `(height, width, N)`."""
+        """Return the values that a leaf reads if its tree is at (u, v) of each pooling window, `(height, width, N)`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -106,7 +107,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx. `places` has the position of the leaf's tree in each window of the pool."""
+        """Add the gradient of a leaf to dx. `places` has the position of the leaf's tree in each pooling window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

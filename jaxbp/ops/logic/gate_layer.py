@@ -85,7 +85,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Gather each gate's inputs a and b from copies of the rows. Each copy is read at most once."""
+    """Return each gate's inputs a and b, gathered from repeated rows, so that each copy of a row is read at most
+    once."""
     # The gradient of a row then sums its copies in a fixed order. A scatter's order varies on a GPU. If few rows have
     # most consumers (gates that read them), the copies need too much memory.
     if _gates.few_have_most(wires):
@@ -95,7 +96,8 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the copies that gates read: for gate g, a in element `2 * g`, and b in element `2 * g + 1`."""
+    """Return the index of the repeated row that each gate reads: for gate g, a in element `2 * g`, and b in element `2
+    * g + 1`."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]

@@ -1,4 +1,4 @@
-"""The cells of a grid: their neighborhoods, their next states, and the gradients with respect to both."""
+"""The cells of an automaton's grid: their neighborhoods, their next states, and the gradients with respect to both."""
 
 import dataclasses
 import functools
@@ -14,8 +14,9 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows of shared
-    memory, and `place` in the state. If `valid` is False, they locate an unused element."""
+    """For each lane, an element of the state: one channel of one cell. `place` is its index in device memory. `row` and
+    `column` locate it in shared memory, in the outputs of the last layer. If `valid` is False, these are unused
+    elements."""
 
     row: Array
     column: Array
@@ -26,8 +27,8 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """`count` cells of a CTA's group, with one column per cell in each of the slice's rows of shared memory. `slices`
-    has the rows of all slices of the group, and `number` is this slice's index."""
+    """A slice: `count` cells that share rows of shared memory, with one column per cell. A CTA computes a group of
+    slices at a time. `slices` has the rows of the whole group, and `number` is this slice's index."""
 
     plan: Plan
     count: int
@@ -125,8 +126,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to a group's next state, summed as in `tick_backward`. `write` writes those of cells
-    that fire to shared memory, others to `dkept_out`."""
+    """The gradients with respect to the next states of cells. `write` stores them in shared memory for cells that
+    update (fire), and in `dkept_out` for cells that keep their state."""
 
     team: Team
     fires: Any
@@ -147,8 +148,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Nine cells see the cell of an element of the state. For each of the nine, yield the index in dseen of its
-        gradient with respect to the element, and whether it exists."""
+        """Yield nine pairs, because a cell lies in nine neighborhoods. Each pair has the index in `dseen` of one
+        neighborhood's gradient with respect to the elements, and whether the neighborhood exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

@@ -1,5 +1,5 @@
-"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of cells at a time, whose rows
-(plan.py) must fit in shared memory."""
+"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of up to eight cells at a time.
+The values of their gates (plan.py) must fit in shared memory."""
 
 import dataclasses
 from typing import Any
@@ -35,12 +35,12 @@ _MAX_CONSUMERS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Division of a tick among CTAs and warpgroups.
+    """Division of a tick (time step) among CTAs and warpgroups.
 
     Attributes:
-      cells: cells per group: one, two, or a multiple of four.
-      lanes: maximum lanes that one warpgroup computes per step.
-      lookahead: steps by which wires and coefficients are fetched ahead.
+      cells: cells that a CTA computes at a time: one, two, or a multiple of four.
+      lanes: maximum number of gates that a warpgroup computes in one step, one per lane.
+      lookahead: number of steps by which a warpgroup fetches wires and coefficients ahead.
       totals_in_registers: whether registers, not device memory, sum the coefficients' gradients.
     """
 
@@ -73,7 +73,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward. The forward uses as many cells per group."""
+    """Return the config of the backward. A CTA of the forward computes equally many cells at a time."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):
@@ -103,8 +103,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as an
-    access to all rows, and would report false data races."""
+    """Return `config`, but in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as
+    an access to all rows, so several CTAs would cause false reports of data races."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

@@ -37,7 +37,8 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates. An integer of `wires` packs the row numbers of a and b."""
+    """Operands of consecutive gates of a layer, one per lane. An integer of `wires` packs the rows of shared memory of
+    a gate's inputs a and b."""
 
     wires: Array
     coefficients: Array
@@ -82,8 +83,8 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `total` has the sums of dc, unless they are in registers. `consumers`
-    has the rows with the terms of dy, two row numbers per integer."""
+    """Operands for the backward of consecutive gates. `total` has the sums of their coefficients' gradients, unless
+    these are in registers. `consumers` lists the rows of shared memory that add up to dy, two rows per integer."""
 
     gates: _Gates
     total: Array | None
@@ -92,11 +93,12 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers for one group of cells.
+    """The backward of all layers for the cells that a CTA computes at a time.
 
     Attributes:
-      sums: sums of dc in registers, one block per part of a layer; None if they are in device memory.
-      previous_total, total: sums of dc in device memory, before and after this group.
+      sums: sums of the coefficients' gradients in registers, one array per range of gates; None if they are in device
+        memory.
+      previous_total, total: these sums in device memory, before and after this backward.
     """
 
     circuit: Circuit
@@ -135,7 +137,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices of cells that this warpgroup computes: all, unless the sums of dc are in registers."""
+        """Return the cells, in slices, for which this warpgroup computes the gates of `part`. Warpgroups divide the
+        cells only if registers sum the coefficients' gradients."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -211,8 +214,9 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. `sums` are a warpgroup's sums of dc. If each warpgroup computed another slice,
-    the second passes its sums to the first through shared memory."""
+    """Add a warpgroup's sums of the coefficients' gradients, `sums`, to `before`, and write the result to `after`. Two
+    warpgroups may have sums for the same gates in different cells. The second then passes its sums to the first through
+    `rows` of shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

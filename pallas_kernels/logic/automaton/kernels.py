@@ -105,8 +105,8 @@ def tick_backward(
     that it sees, and dkept with respect to the state that it keeps if it does not fire. total is the gradient with
     respect to the coefficients, with a separate sum for each CTA.
 
-    The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
-    state is its dkept plus its gradients in the dseen of the nine cells that see it.
+    The arguments dseen, dkept, and total are results of the next tick's backward. The gradient with respect to a cell's
+    next state is its dkept plus its gradients in the dseen of the nine cells that see it.
 
     Args:
       coefficients, state, fires: arguments of `tick`.
@@ -114,7 +114,7 @@ def tick_backward(
       consumers: int32, the tables of `plan.consumers`.
       dseen: `(cells * plan.neighbourhood + plan.inputs.lanes,)` float32, ending with unused elements.
       dkept: float32 of the state's shape.
-      total: `(config.programs, plan.gates, 4)` float32, the sums of later ticks.
+      total: `(config.programs, plan.gates, 4)` float32.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -165,8 +165,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute a CTA's groups of cells one after another. `steps(slices, carry)` takes the `Cells` of one group, and
-    returns steps that change the list `carry`. During a group's last steps, the objects in `loads` load the next
+    """Compute all cells of a CTA, one group of up to eight cells after another. `steps` takes the `Cells` of a group,
+    and a list `carry` that the returned steps change. In a group's last steps, the objects in `loads` load the next
     group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 

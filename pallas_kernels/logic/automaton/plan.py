@@ -3,8 +3,8 @@
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
 called kernels, each evaluated once per channel.
 
-A row has one float32 per cell of a slice (see config.py). The rows of the inputs come first, in the order (position in
-the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate, kernel,
+A row has one float32 for each of up to four cells (a slice). The rows of the inputs come first, in the order (position
+in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate, kernel,
 channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
@@ -24,12 +24,12 @@ NEIGHBOURS = 9
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Rows of shared memory for one layer, one per lane.
+    """Consecutive rows of shared memory, such as the outputs of one layer's gates.
 
     Attributes:
-      lanes: number of rows, a multiple of a warpgroup's threads.
-      count: number of rows with a gate or an input.
-      copies: number of consecutive lanes with equal coefficients.
+      lanes: number of rows, a multiple of a warpgroup's threads, because each lane computes one row.
+      count: number of rows that are used.
+      copies: number of consecutive rows of the same gate, one per channel.
     """
 
     first: int
@@ -49,13 +49,13 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes that determine an automaton's rows of shared memory.
+    """The sizes of an automaton's circuit, which determine its rows of shared memory.
 
     Attributes:
-      perception: gates per kernel in each layer of perception.
-      output_consumers: most consumers of an output, for each layer but the last.
-      neighbour_consumers: most consumers of an input in perception's first layer.
-      centre_consumers: most consumers of an input from the center cell in the update's first layer.
+      perception: gates of one perception circuit in each layer.
+      output_consumers: for each layer but the last, the most gates that read one output.
+      neighbour_consumers: the most gates of perception's first layer that read one input.
+      centre_consumers: the most gates of the update's first layer that read one channel of the center cell.
     """
 
     batch: int
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """A row of zeros, to which unused entries of the tables point."""
+        """Index of a row of zeros, for sums of fewer gradients than the tables have room for."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -97,12 +97,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """First row of coefficients of each layer, and the number of all rows."""
+        """Index of each layer's first row in the array `coefficients` of `tick`, followed by the number of rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """First lane of each layer, and the number of all lanes."""
+        """Number of lanes in the layers before each layer, followed by the number of all lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -161,8 +161,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at index
-    `first` of an array of all tables."""
+    """Location of one of the tables of `ConsumerTables` in an array of all tables, from index `first` on. The table,
+    `(pairs, lanes)`, lists `consumers` rows of shared memory per lane, two per integer."""
 
     first: int
     consumers: int
@@ -174,9 +174,9 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
-    `kernel_sums` lists only the row for perception's first kernel. The rows for the next kernels follow, each
-    `channels` rows later."""
+    """Tables that list, for each input or gate, the rows of shared memory with the terms of its gradient. Each gate
+    that reads it writes one term. `kernel_sums` lists only the first perception circuit's term. The terms of the other
+    circuits follow, each `channels` rows later."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -185,13 +185,13 @@ class ConsumerTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRows:
-    """Rows of shared memory for gradients.
+    """Positions of the rows of shared memory that the backward uses for gradients.
 
     Attributes:
       firsts: for each layer, the first row of the gradients with respect to its gates' inputs: all a, then all b.
-        Except in the update's first layer, these rows are reused after the layer before has read them.
-      kernel_sums: rows for the gradients of the inputs of perception's first layer, summed over kernels, in the order
-        (a or b, gate, channel).
+        Except in the update's first layer, these rows are reused after the previous layer has read them.
+      kernel_sums: gradients with respect to the inputs of perception's first layer, summed over its circuits, in the
+        order (a or b, gate, channel).
     """
 
     firsts: tuple[int, ...]
@@ -204,7 +204,7 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the first row of the lowest `size` rows that overlap no range `(first, end)` in `taken`."""
+    """Return the first of the lowest `size` consecutive rows that overlap no range `(first, end)` in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,6 +1,7 @@
-"""The order in which the warpgroups of a CTA compute the lanes of all layers.
+"""The order in which the warpgroups of a CTA compute the gates of an automaton's layers, one gate per lane.
 
-A warpgroup computes one part of a layer per step, and fetches the operands from device memory a few steps earlier.
+In each step, a warpgroup computes some consecutive lanes of one layer. It fetches their wires and coefficients from
+device memory a few steps earlier.
 """
 
 import dataclasses
@@ -18,12 +19,12 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A range of a layer's lanes, whose values fit in one warpgroup's registers.
+    """Consecutive lanes of a layer, one per gate, whose values fit in one warpgroup's registers.
 
     Attributes:
-      first, offset: first row in shared memory, and first lane within the layer.
-      is_alone: whether too few lanes are left for all warpgroups. Either one warpgroup then computes the part, or each
-        computes it for one slice of the cells.
+      first, offset: index of the first lane's row in shared memory, and of the first lane within the layer.
+      is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes all cells, or each
+        warpgroup computes some of the cells.
     """
 
     first: Any
@@ -39,12 +40,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of one part of a layer, with the operands that `fetch` returns from device memory.
+    """The computation of some gates of one layer. `compute` takes the operands that `fetch` returned from device
+    memory.
 
     Attributes:
       is_last: whether a barrier follows.
-      read: takes the operands, and reads inputs of `compute` from shared memory before the previous step's barrier, to
-        use the waiting time. The previous step must not write these inputs.
+      read: None, or a function that reads further operands from shared memory before the preceding barrier, to use the
+        waiting time. The previous step must not write them.
     """
 
     fetch: Callable[[], Any]
@@ -94,8 +96,9 @@ class Team:
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the first
-        steps' operands. If `is_repeated`, return the operands for the first steps of the next repetition."""
+        """Compute the steps in order, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the
+        operands of the first steps. If `is_repeated`, the steps will run again, so return these operands for the next
+        run."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
