@@ -1,7 +1,7 @@
 """Two-input logic gates, and their relaxation to real numbers (docs/logic_gates.md).
 
-The number of a gate's function, in binary, is its truth table: from the highest bit, the outputs for (a, b) = (0, 0),
-(0, 1), (1, 0), and (1, 1). A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`.
+`jaxbp.ops.logic.gate_layer` numbers the functions of gates. A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a *
+b`.
 """
 
 import functools
@@ -40,7 +40,7 @@ TINY = 1e-20
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the values of the 16 relaxed functions of a and b, in the order of their numbers."""
+    """Return the values of the 16 relaxed functions of a and b, ordered by number."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]

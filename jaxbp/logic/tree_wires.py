@@ -132,7 +132,6 @@ def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return `per_kernel` different channels per kernel. Kernels per channel differ by at most one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:

@@ -55,8 +55,8 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. Summed over its lanes, each
-    of these vectors is the gradient of one coefficient of a gate."""
+    """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. The sums of these vectors
+    over lanes are the gradients of a gate's coefficients."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
@@ -106,8 +106,8 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc), the gradients of x and the coefficients, if each input has one reader. Only one CTA reads each
-    element of x, so dx may use the memory of x."""
+    """Return the gradients of x and the coefficients. dx may use the memory of x, because only one CTA reads each
+    element of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):

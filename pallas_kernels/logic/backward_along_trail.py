@@ -1,7 +1,6 @@
 """Gradients of a layer of two-input gates, in the order of an Euler trail through its inputs (see `Graph`).
 
-A CTA computes the gradients of consecutive inputs of the trail. It starts all loads at once: each input's row of x and,
-for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
+A CTA starts all loads for some consecutive inputs of the trail at once. `backward` has the formulas.
 """
 
 import dataclasses

@@ -48,7 +48,7 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs reads one gradient per input and turn. `readers` numbers the pairs of an octet and a turn.
+        # An octet of inputs reads one gradient per input and turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -61,8 +61,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
-    and octets are colors. If no octet is free for both residues of a gate, the gate displaces another gate, which moves
-    to a second octet.
+    and octets are colors. A gate for which no octet is free displaces another gate to a second octet.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -104,7 +103,7 @@ def _roles(layer, inputs):
 
 def _with_residues(octets, readers, roles):
     """Return all gates, with the order within each octet (eight gates of neighboring threads) chosen to avoid bank
-    conflicts. A gate's position in its octet is the index of its row of shared memory mod 8.
+    conflicts. A gate's position in its octet is the index of its row mod 8.
 
     Args:
       readers: `(2, gates)`, a number for each gate's gradients with respect to a and to b. Gradients that eight threads

@@ -1,7 +1,7 @@
 """Forward of a layer of two-input gates.
 
-A CTA computes a few gates for one block of examples. The batch is the slow axis of the grid, so all gates read a block
-of x while it is in the L2 cache.
+A CTA computes consecutive gates of an Euler trail, which share inputs, for one block of examples: see
+docs/kernels/logic.md.
 """
 
 import dataclasses
@@ -53,8 +53,6 @@ def _heuristic(coefficients, graph, x):
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
     gate g and example n, in float32. y has x's dtype.
-
-    CTAs take the gates in the order of an Euler trail, in which neighboring gates share an input.
 
     Args:
       coefficients: c, `(gates, 4)`.

@@ -3,8 +3,8 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-table[i] has the four coefficients of function i. A thread computes one gate g and reads each logit once; XLA reads the
-logits once per sum over the functions.
+table[i] has the four coefficients of function i. A thread reads each logit once; XLA reads the logits once per sum over
+the functions.
 """
 
 import dataclasses

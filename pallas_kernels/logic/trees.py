@@ -1,8 +1,6 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves.
 
-A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
-gradients of the leaves.
+A CTA computes rows of the pooled output for one tree and 128 examples, one per lane: see docs/kernels/logic.md.
 """
 
 import functools
@@ -114,8 +112,8 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return the float32 gradients of the coefficients, `(kernels, gates, 4)`, and of the leaves, `(kernels * leaves,
-    rows, columns, N)`, only on GPUs and in the simulator.
+    """Return the float32 gradients of the coefficients, and of the leaves, `(kernels * leaves, rows, columns, N)`, only
+    on GPUs and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to the y of `forward`.

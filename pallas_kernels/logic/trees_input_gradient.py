@@ -1,7 +1,7 @@
 """The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
 
-A CTA computes a band, some rows of one input channel, for 128 examples, one per lane. It loops over the leaves that
-read this channel, and adds their gradients to the band in shared memory in a fixed order.
+A CTA computes a band, some rows of one input channel, for 128 examples, one per lane. In shared memory, it adds the
+gradients of the leaves that read this channel, in a fixed order.
 """
 
 import dataclasses
@@ -108,7 +108,8 @@ class _Bands:
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
         """Return (first, end), the rows of the pooled output for which a leaf reads pixels of the band, a CTA's rows of
-        the image. `leaf_row` is the row that the leaf reads first for output row 0, relative to the band."""
+        the image. `leaf_row`, relative to the band, is the row that the leaf reads at the first position of output row
+        0."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -116,9 +117,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory where each lane adds its leaf's gradient, an unused element if the leaf's
-        pixel is outside of the band (a CTA's rows of the image). `row` and `column` are this pixel at the first
-        position of a pooling window, relative to the band. `place` is each lane's position in this window."""
+        """Return where in shared memory each lane adds its leaf's gradient: in an unused element if the leaf's pixel is
+        outside of the band (a CTA's rows of the image). `row` and `column` are this pixel at the first position of a
+        pooling window, relative to the band. `place` is each lane's position in this window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -98,8 +98,8 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return the last state's gradient as the pair (dseen, dkept) of `tick_backward`. dkept is `dlast`. dseen is 0,
-    because no later tick reads this state."""
+    """Return the last state's gradient as (dseen, dkept) for `tick_backward`: dkept is `dlast`, and dseen is 0, because
+    no later tick reads this state."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -205,8 +205,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Permute the rows of each update layer from the order of its gates to the order of the GPU lanes that compute them
-    (`which=_GATES`), or back (`which=_LANES`)."""
+    """Permute the rows of each update layer from its gates to the GPU lanes that compute them (`which=_GATES`), or back
+    (`which=_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):

@@ -116,8 +116,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Let a mesh divide the batch of grids, unless ticks are random, because random values are drawn for the whole
-    batch at once."""
+    """Let a mesh divide the batch of grids, unless random values are drawn for the whole batch at once."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -154,6 +153,5 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the differentiable function for many ticks. Without elements in the state, it uses formulas instead of
-    kernels."""
+    """Return the differentiable function for many ticks. For an empty state, it uses formulas instead of kernels."""
     return _TICKS[implementation if state.size else "xla"]

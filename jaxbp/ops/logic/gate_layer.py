@@ -96,8 +96,6 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the index of the repeated row that each gate reads: for gate g, a in element `2 * g`, and b in element `2
-    * g + 1`."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]

@@ -14,8 +14,8 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice of a group. Each slice has separate rows of shared memory. A row of four float32 is a thread's widest
-access. Longer rows would begin in fewer banks."""
+"""Cells per slice of a group. A row of four float32 is a thread's widest access. Longer rows would begin in fewer
+banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
 """Candidates for the cells per group. Three slices exceed shared memory. Fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
@@ -39,8 +39,8 @@ class Config:
 
     Attributes:
       cells: cells that a CTA computes at a time: one, two, or a multiple of four.
-      lanes: maximum number of gates that a warpgroup computes in one step, one per lane.
-      lookahead: number of steps by which a warpgroup fetches wires and coefficients ahead.
+      lanes: maximum number of gates that a warpgroup computes per step, one per lane.
+      lookahead: steps by which a warpgroup fetches wires and coefficients ahead.
       totals_in_registers: whether registers, not device memory, sum the coefficients' gradients.
     """
 
@@ -103,8 +103,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, but in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as
-    an access to all rows, so several CTAs would cause false reports of data races."""
+    # The simulator treats a gather or scatter as an access to all rows, so more threads would cause false reports of
+    # data races.
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

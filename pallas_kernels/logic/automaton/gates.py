@@ -5,7 +5,7 @@ row of shared memory with one value per cell. The backward computes
 
     da = dy (c1 + c3 b),    db = dy (c2 + c3 a),    dc = sum over cells of dy (1, a, b, ab)
 
-from dy, the sum of the gradients that the gates that read y wrote: see plan.py.
+from dy, the sum of the gradients from the gates that read y.
 """
 
 import dataclasses
@@ -137,8 +137,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the cells, in slices, for which this warpgroup computes the gates of `part`. Warpgroups divide the
-        cells only if registers sum the coefficients' gradients."""
+        """Return the slices of cells for which this warpgroup computes `part`. Warpgroups divide them only if registers
+        sum the coefficients' gradients."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -214,9 +214,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Add a warpgroup's sums of the coefficients' gradients, `sums`, to `before`, and write the result to `after`. Two
-    warpgroups may have sums for the same gates in different cells. The second then passes its sums to the first through
-    `rows` of shared memory."""
+    """Add `sums`, a warpgroup's sums of the coefficients' gradients, to `before`, and write the result to `after`. If
+    two warpgroups sum over different cells, the second passes its sums to the first through `rows` of shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

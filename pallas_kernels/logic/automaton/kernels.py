@@ -1,7 +1,4 @@
-"""One tick (time step) of a logic cellular automaton, and its backward: see docs/kernels/logic.md.
-
-A CTA computes one group of cells after another, with one gate per lane. plan.py explains the rows of shared memory.
-"""
+"""One tick (time step) of a logic cellular automaton, and its backward: see docs/kernels/logic.md."""
 
 import functools
 from typing import Any, NamedTuple
@@ -140,7 +137,6 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # Several groups add their sums to `total_out`, after a copy of `total_in`.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:

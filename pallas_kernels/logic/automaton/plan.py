@@ -1,14 +1,11 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
-An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
-called kernels, each evaluated once per channel.
+An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits
+(kernels), each evaluated once per channel.
 
 A row has one float32 for each of up to four cells (a slice). The rows of the inputs come first, in the order (position
 in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate, kernel,
-channel).
-
-The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-finished layers. The consumers of a row, the gates that read it, write their gradients to separate rows.
+channel). Rows are reused as soon as no later step reads them.
 """
 
 import dataclasses
@@ -175,8 +172,8 @@ class Table:
 
 class ConsumerTables(NamedTuple):
     """Tables that list, for each input or gate, the rows of shared memory with the terms of its gradient. Each gate
-    that reads it writes one term. `kernel_sums` lists only the first perception circuit's term. The terms of the other
-    circuits follow, each `channels` rows later."""
+    that reads it (consumer) writes one term. `kernel_sums` lists only the first perception circuit's term. The terms of
+    the other circuits follow, each `channels` rows later."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -204,7 +201,6 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the first of the lowest `size` consecutive rows that overlap no range `(first, end)` in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

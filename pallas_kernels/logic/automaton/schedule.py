@@ -1,8 +1,5 @@
-"""The order in which the warpgroups of a CTA compute the gates of an automaton's layers, one gate per lane.
-
-In each step, a warpgroup computes some consecutive lanes of one layer. It fetches their wires and coefficients from
-device memory a few steps earlier.
-"""
+"""The order in which the warpgroups of a CTA compute the gates of an automaton's layers: one `Part` of a layer per
+`Step`."""
 
 import dataclasses
 import functools
