@@ -51,8 +51,7 @@ class Automaton(ByContent):
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """For each update layer, the order of its gates in a GPU kernel (row 0), and the inverse permutation (row
-        1)."""
+        """For each update layer, the order of its gates in a GPU kernel (row 0), and the inverse (row 1)."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 

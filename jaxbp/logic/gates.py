@@ -1,7 +1,7 @@
 """Two-input logic gates, and their relaxation to real numbers (docs/logic_gates.md).
 
-`jaxbp.ops.logic.gate_layer` numbers the functions of gates. A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a *
-b`.
+A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`. `jaxbp.ops.logic.gate_layer` numbers the functions of
+gates.
 """
 
 import functools
@@ -72,8 +72,8 @@ def of_rows(parameters: Array, *, parametrization: str) -> Array:
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return the gradient `Σ_k r_k * (1 - r_k) * dr_k * M_k` with respect to the parameters.
 
-    Here `r = sigmoid(M @ parameters)` is the relaxed truth table, and `dr = INTERPOLATION @ dc` its gradient. M_k is
-    row k of the matrix M from `BASES`.
+    Here `r = sigmoid(M @ parameters)` is the relaxed truth table, `dr = INTERPOLATION @ dc`, and M_k is row k of the
+    matrix M from `BASES`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)

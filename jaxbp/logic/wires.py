@@ -120,7 +120,7 @@ class Wires(ByContent):
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
         """Make random wires in which no two gates have the same pair of inputs, in either order.
 
-        Gates read every input. If there are at least four times as many pairs as gates, the number of gates per input
+        Gates read every input. If there are at least four times as many pairs as gates, the number of reads per input
         varies by at most one.
 
         Raises:

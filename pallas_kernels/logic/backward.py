@@ -7,11 +7,11 @@ c[g]. With dy, the gradient with respect to y,
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The consumers of an input are the gates that read it. One CTA computes
+One CTA computes
 
-- in `gradients_by_gate`, if every input has one consumer: dc of a few gates, and dx of their inputs;
+- in `gradients_by_gate`, if one gate reads each input: dc of a few gates, and dx of their inputs;
 - in `gradients_by_input`: dx of one input, and dc of the gates that read it as their a;
-- in `gradients_along_trail`: dx of consecutive inputs of an Euler trail (see `Graph`), and dc of half their consumers;
+- in `gradients_along_trail`: dx of consecutive inputs of an Euler trail (see `Graph`), and dc of half their gates;
 - in `input_gradient` and `coefficients_gradient`, for small batches: dx of a few inputs, or dc of a few gates.
 
 dy is `(gates, N)`, N a multiple of `LANES`, or `(groups, N)` if equally many consecutive gates share a gradient. x is

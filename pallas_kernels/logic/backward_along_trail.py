@@ -72,8 +72,7 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dx of some inputs, and dc of the gates through which the Euler trail (see
-    `Graph`) leaves these inputs."""
+    """Return the gradients of x and the coefficients."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

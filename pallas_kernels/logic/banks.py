@@ -48,7 +48,6 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs reads one gradient per input and turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])

@@ -58,7 +58,7 @@ class Geometry:
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return each leaf's index in the flattened image if its tree is at the top left, `(kernels, leaves)`."""
+        """Return each leaf's pixel in the flattened image if its tree is at the top left, `(kernels, leaves)`."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 

@@ -108,8 +108,7 @@ class _Bands:
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
         """Return (first, end), the rows of the pooled output for which a leaf reads pixels of the band, a CTA's rows of
-        the image. `leaf_row`, relative to the band, is the row that the leaf reads at the first position of output row
-        0."""
+        the image. `leaf_row`, relative to the band, is the row that the leaf reads first for output row 0."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -118,8 +117,8 @@ class _Bands:
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
         """Return where in shared memory each lane adds its leaf's gradient: in an unused element if the leaf's pixel is
-        outside of the band (a CTA's rows of the image). `row` and `column` are this pixel at the first position of a
-        pooling window, relative to the band. `place` is each lane's position in this window."""
+        outside of the band (the CTA's rows of the image). `row` and `column` are this pixel at the first position of a
+        pooling window, relative to the band. `place` is each lane's position in it."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -1,4 +1,7 @@
-"""Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates."""
+"""Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
+
+A tree of depth d reads `2^d` leaves, which are positions in a window of its input.
+"""
 
 import functools
 import math

@@ -1,5 +1,5 @@
-"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of up to eight cells at a time.
-The values of their gates (plan.py) must fit in shared memory."""
+"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of up to eight cells at a
+time."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The gates of an automaton's layers, and their backward. Each lane computes one gate.
+"""The gates of an automaton's layers, and their backward.
 
 A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`. Each of a, b, and y is a
 row of shared memory with one value per cell. The backward computes
@@ -96,9 +96,8 @@ class Backward:
     """The backward of all layers for the cells that a CTA computes at a time.
 
     Attributes:
-      sums: sums of the coefficients' gradients in registers, one array per range of gates; None if they are in device
-        memory.
-      previous_total, total: these sums in device memory, before and after this backward.
+      sums: in registers, sums of the coefficients' gradients, one array per range of gates; else None.
+      previous_total, total: in device memory, these sums before and after this backward.
     """
 
     circuit: Circuit
@@ -137,8 +136,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices of cells for which this warpgroup computes `part`. Warpgroups divide them only if registers
-        sum the coefficients' gradients."""
+        """Return the `Cells` for which this warpgroup computes the gates of `part`. Warpgroups divide the cells only if
+        registers sum the coefficients' gradients."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 

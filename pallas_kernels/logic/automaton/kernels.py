@@ -161,9 +161,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute all cells of a CTA, one group of up to eight cells after another. `steps` takes the `Cells` of a group,
-    and a list `carry` that the returned steps change. In a group's last steps, the objects in `loads` load the next
-    group's data."""
+    """Compute all cells of a CTA, one group of up to eight cells after another. `steps` takes a group's `Cells`, and a
+    list `carry` that its steps change. In a group's last steps, the objects in `loads` load the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

@@ -158,8 +158,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Location of one of the tables of `ConsumerTables` in an array of all tables, from index `first` on. The table,
-    `(pairs, lanes)`, lists `consumers` rows of shared memory per lane, two per integer."""
+    """Location of one table of `ConsumerTables` in an array of all tables, from index `first` on. The table, `(pairs,
+    lanes)`, lists `consumers` rows of shared memory per lane, two per integer."""
 
     first: int
     consumers: int
