@@ -11,7 +11,8 @@ One CTA computes
 
 - in `gradients_by_gate`, if one gate reads each input: dc of a few gates, and dx of their inputs;
 - in `gradients_by_input`: dx of one input, and dc of the gates that read it as their a;
-- in `gradients_along_trail`: dx of consecutive inputs of an Euler trail (see `Graph`), and dc of half their gates;
+- in `gradients_along_trail`: dx of consecutive inputs of an Euler trail (see `Graph`), and dc of half of the gates that
+  read them;
 - in `input_gradient` and `coefficients_gradient`, for small batches: dx of a few inputs, or dc of a few gates.
 
 dy is `(gates, N)`, N a multiple of `LANES`, or `(groups, N)` if equally many consecutive gates share a gradient. x is
@@ -106,8 +107,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return the gradients of x and the coefficients. dx may use the memory of x, because only one CTA reads each
-    element of x."""
+    """Return the gradients of x and the coefficients. dx may overwrite x, because only one CTA reads each element."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):

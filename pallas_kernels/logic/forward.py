@@ -31,7 +31,7 @@ class Config:
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the largest number of examples that divides a row of x and that a warpgroup loads with one load per
+    """Return the largest number of examples that divides the batch and that a warpgroup loads with one load per
     thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return the values of a tree of gates, one list per level, leaves first. `c` has the four coefficients of each
-    gate, level by level, the root last."""
+    """Return the values of a tree of gates, one list per level, leaves first. `c` has each gate's four coefficients,
+    level by level, the root last."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)

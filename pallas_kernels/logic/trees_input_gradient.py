@@ -118,7 +118,7 @@ class _Bands:
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
         """Return where in shared memory each lane adds its leaf's gradient: in an unused element if the leaf's pixel is
         outside of the band (the CTA's rows of the image). `row` and `column` are this pixel at the first position of a
-        pooling window, relative to the band. `place` is each lane's position in it."""
+        pooling window, relative to the band. `place` is each lane's position in this window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -205,8 +205,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Permute the rows of each update layer from its gates to the GPU lanes that compute them (`which=_GATES`), or back
-    (`which=_LANES`)."""
+    """Permute the rows of each update layer, one per gate, to the order of the GPU lanes that compute the gates
+    (`which=_GATES`), or back (`which=_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):

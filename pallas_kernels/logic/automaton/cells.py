@@ -1,4 +1,4 @@
-"""The cells of an automaton's grid: their neighborhoods, their next states, and the gradients with respect to both."""
+"""The cells of an automaton: their neighborhoods, their next states, and the gradients with respect to both."""
 
 import dataclasses
 import functools

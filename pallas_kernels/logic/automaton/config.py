@@ -103,8 +103,7 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    # The simulator treats a gather or scatter as an access to all rows, so more threads would cause false reports of
-    # data races.
+    # The simulator treats a gather or scatter as an access to all rows, and would report false data races.
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

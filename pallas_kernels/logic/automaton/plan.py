@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, for sums of fewer gradients than the tables have room for."""
+        """Index of a row of zeros, which fills up lists of rows to add (`ConsumerTables`)."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -182,7 +182,7 @@ class ConsumerTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRows:
-    """Positions of the rows of shared memory that the backward uses for gradients.
+    """Rows of shared memory that the backward uses for gradients.
 
     Attributes:
       firsts: for each layer, the first row of the gradients with respect to its gates' inputs: all a, then all b.

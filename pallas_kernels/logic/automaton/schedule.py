@@ -19,7 +19,7 @@ class Part:
     """Consecutive lanes of a layer, one per gate, whose values fit in one warpgroup's registers.
 
     Attributes:
-      first, offset: index of the first lane's row in shared memory, and of the first lane within the layer.
+      first, offset: the first lane's row in shared memory, and its index in the layer.
       is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes all cells, or each
         warpgroup computes some of the cells.
     """
