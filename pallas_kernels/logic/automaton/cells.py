@@ -149,7 +149,7 @@ class OutputGradients:
 
     def seen(self, cells, elements):
         """Yield nine pairs, because a cell lies in nine neighborhoods. Each pair has the index in `dseen` of one
-        neighborhood's gradient with respect to the elements, and whether the neighborhood exists."""
+        neighborhood's gradient with respect to the state's `elements`, and whether the neighborhood exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
