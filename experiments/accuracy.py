@@ -27,7 +27,7 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: `argument` has the values `offset + scale * drawn`, with random `drawn`.
+    """A shift and a scale of data: `argument` has the values `offset + scale * drawn`, with random `drawn`.
 
     `argument="all"` means all arguments except `dy`, weights, and integers.
     """
@@ -39,9 +39,9 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one `Place`.
+    """The relative errors of an implementation and of autodiff, for one result or gradient of an op, at one `Place`.
 
-    A row is a vector along an array's last axis. Each figure is a quantile over the rows of all draws.
+    A row is a vector along an array's last axis. Each error is a quantile over the rows for all random arguments.
 
     Attributes:
       result: "value" and a result's index, or "gradient in" and an argument's name.
@@ -68,9 +68,9 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Yield the accuracy of every result and gradient of the cases at every offset and scale.
+    """Yield the errors of every result and gradient of the ops, for arguments at every offset and scale.
 
-    A location is left out if values overflow there, or if values that an op must tell apart become equal.
+    Leave out offsets and scales at which values overflow, or values that an op must tell apart become equal.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -93,7 +93,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return one compiled function that computes all ops: `{name: (values, cotangents)} -> {name: {result: array}}`."""
+    """Return a function for all ops, compiled at once: `{op: (arguments, cotangents)} -> {op: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
@@ -155,7 +155,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data fits in the dtype, and an array `(locations, draws, *shape)` per argument."""
+        """Return the `Place`s whose data fits in the dtype, and an array `(places, draws, *shape)` per argument."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -186,9 +186,9 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return a result's errors at one location, or None if no exact value fits in the dtype.
+    """Return the errors of one result of an op, or None if no exact value fits in the dtype.
 
-    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed.
+    `exact` and `by_formula` are the float64 result, computed in two ways. The allowed error includes their difference.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -16,9 +16,9 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """`arguments` has one pair per argument: its shape, and its kind of data, a key of `KINDS`.
+    """A function to check with `jaxbp.verify.check`, to which `settings` are keyword arguments.
 
-    `settings` are keyword arguments of `jaxbp.verify.check`.
+    `arguments` has one pair per argument: its shape, and its kind of random data, a key of `KINDS`.
     """
 
     name: str

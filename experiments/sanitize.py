@@ -37,7 +37,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A finding that is not a mistake of jaxbp. Its op, kernel, and text begin with these patterns."""
+    """A known finding that is not a mistake of jaxbp, with regular expressions for its op, kernel, and text."""
 
     name: str
     reason: str
@@ -147,7 +147,6 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer in NVIDIA's wheel, or else on PATH."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -163,7 +162,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Run up to `attempts` processes, until one neither fails nor times out. Return the last row."""
+    """Run a tool on an op, up to `attempts` times, until it neither fails nor times out. Return the last result."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -211,7 +210,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op. Equal findings become one with a count."""
+    """Return the findings that compute-sanitizer printed for an op. Equal findings become one with a count."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]

@@ -107,7 +107,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return process 0's state. Raise UserError if this process has other data or another model."""
+    """Return the last three arguments of process 0. Raise UserError if this process has other data or another model."""
     checksum = np.uint32(0)
     if jax.process_count() > 1:
         for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):
@@ -225,7 +225,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return a run's result file. Times are sums over the epochs. `images_per_second` is for training."""
+    """Return a result file's contents. Times are sums over the epochs. `images_per_second` is for training."""
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
     return {

@@ -6,8 +6,8 @@ workload launches no kernel of jaxbp.
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
     *_per_second    the rates of this GPU for the first dtype: see `roofline.measured_rates`
-    rows            one object per row, with the fields of `measure.MEASURED`
-    missing         the names of rows that were not measured
+    rows            one object per measurement, with the fields of `measure.MEASURED`
+    missing         the names of measurements that were not made
 """
 
 import dataclasses
@@ -109,7 +109,6 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Return the report. The time limit starts at `started`, a value of `time.monotonic()`."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]

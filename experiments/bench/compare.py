@@ -1,7 +1,7 @@
-"""Compare two runs of the bench, without the peers.
+"""Compare two runs of the bench, without other libraries.
 
-A row is slower if its median time grew by more than the threshold, and its fastest new round took longer than its
-slowest old round. It is also slower if it fails only in the new run.
+A row has the times of an implementation on a workload. It is slower if its median time grew by more than the threshold,
+and its fastest new round took longer than its slowest old round. It is also slower if it fails only in the new run.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ FIELDS = ("work", "batch", "dtype", "precision", "implementation")
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """List the rows that became slower between two runs of the bench on the same device."""
+    """List the workloads and implementations that became slower between two runs of the bench on the same device."""
 
     old: Annotated[Path, tyro.conf.Positional]
     """A file that the bench wrote."""

@@ -1,4 +1,4 @@
-"""Measure one row of the report."""
+"""Compile programs, time them, and measure their errors against float64."""
 
 import functools
 import math
@@ -64,7 +64,6 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of `MEASURED` from `run()`, or its exception in "failed". Other fields are None."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:

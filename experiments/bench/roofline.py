@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline of one call in a program that touches `working_set` bytes, with rates of `measured_rates`."""
+    """Return the least time of one call in a program that touches `working_set` bytes, at rates of `measured_rates`."""
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
     # Only reading, or only writing, is at least as fast as a copy. A lower measured rate is noise.
@@ -65,7 +65,7 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     """Return the best rate of `kind` ("copy", "read", or "write") in bytes per second, or 0 if none was measured.
 
-    Let s be the largest measured working set up to `working_set`. Rates count if their working set is at least s.
+    Round `working_set` down to a measured size. Ignore the rates of smaller sizes, which may fit in the cache.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -73,10 +73,10 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """Measure the rates of this GPU in timing rounds of at most `RATE_SECONDS`.
+    """Measure how fast this GPU moves bytes and multiplies matrices of `dtype`.
 
-    `bytes_per_second` has pairs (working set, rate) for "copy", "read", and "write". `copy_bytes_per_second` is for a
-    copy that does not fit in the cache.
+    A timing round takes at most `RATE_SECONDS`. `bytes_per_second` has pairs (working set, rate) for "copy", "read",
+    and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
@@ -127,7 +127,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Count the cost of one call in the jaxpr of the implementation "autodiff"."""
+    """Count the operations and bytes of one call of a workload, in the jaxpr of "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

@@ -1,7 +1,7 @@
-"""The rows of the report: one per workload, batch size, and implementation, baseline, or variant of a peer.
+"""The rows of the bench's report: one per workload, batch size, and implementation, baseline, or peer.
 
-A baseline is another formulation in plain JAX. No program compiles while another is timed, because compilers use the
-host's cores, and XLA tries algorithms on the GPU.
+A baseline is another formulation in plain JAX. A peer is another library. No program compiles while another is timed,
+because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -31,13 +31,13 @@ CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
 
 
 class Settings(NamedTuple):
-    """The settings of a `Case`.
+    """The settings of a `Case`, which is a workload to time.
 
     Attributes:
-      peers: the peers' modules, by name.
+      peers: the modules that time other libraries, by name.
       rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
-      label: the dtype and precision at the end of a row's title, if the run has several.
+      label: a suffix for the workload's title: the dtype and precision, if the run has several.
     """
 
     implementations: Sequence[str]
@@ -109,7 +109,6 @@ class Case:
                 continue  # `submit` will fail in the same way
 
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
-        """Start to compile all programs, without "pallas" if it launches no kernel."""
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
@@ -244,7 +243,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Add `speedup_over_autodiff`, relative to the workload's fastest row of autodiff."""
+    """Add each row's speedup over the fastest row of autodiff with the same workload and batch size."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

@@ -44,7 +44,7 @@ def mixer_workload() -> Workload:
 def logic_workload(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Workload:
-    """Return a training step of the logic network that was published for MNIST."""
+    """Return a training step of the published logic network for MNIST: six layers of `gates` gates each."""
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
@@ -115,9 +115,9 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 
 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
-    """Return a training step of `LOGIC_CONV[place]` on random numbers instead of bits.
+    """Return a training step of a published network, `LOGIC_CONV[place]`, on random numbers instead of bits.
 
-    With bits, values in a pooling window would be nearly equal, so rounding would decide which gets the gradient.
+    With bits, values in a pooling window would be nearly equal, so rounding would decide which value gets the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -173,7 +173,7 @@ def _training_step(
     Args:
       shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
-      baselines: functions `(model, inputs) -> scores` in plain JAX, by the name of their row.
+      baselines: functions `(model, inputs) -> scores` in plain JAX, by name.
     """
 
     @functools.cache
@@ -210,7 +210,10 @@ TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """`Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation."""
+    """Return a training step of a cellular automaton on a grid of `size` times `size` cells.
+
+    `Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation.
+    """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
     operations = GATE_OPERATIONS * CHECKERBOARD.gates_a_cell
@@ -261,7 +264,7 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 def loss_and_gradients(loss: Callable) -> Callable:
     """Return `jax.value_and_grad(loss)` for the state of a training step.
 
-    For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
+    With loss scaling (`Scaled`), it also returns whether the gradients are finite, and the next loss scale.
     """
 
     def function(state, *arguments):
@@ -278,7 +281,7 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """Return a scan over `calls` training steps, where `function` is the result of `loss_and_gradients`.
+    """Return a program of `calls` training steps in a scan. `function` is a result of `loss_and_gradients`.
 
     `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """

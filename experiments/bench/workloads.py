@@ -28,12 +28,13 @@ class Workload:
       batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. `implementation` may be a function of `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments,
-        one per call of an op. A training step's `implementation` is the optimizer's, and "autodiff" means Optax.
-      steps: the number of training steps per program, which takes a single set of arguments. None for an op.
+      chain: (function, calls, implementation) -> a program that calls the function `calls` times. It takes a tuple of
+        sets of arguments, one set per call of an op, or one set for all training steps. In training steps,
+        `implementation` is for the optimizer, and "autodiff" means Optax.
+      steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size for the comparison with float64 on the CPU.
-      baselines: functions in plain JAX, by the name of their row, which starts with "autodiff".
+      baselines: functions in plain JAX, by a name that starts with "autodiff".
     """
 
     op: str
@@ -58,7 +59,7 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """A forward's workload also computes the gradients."""
+    """Return the workload of an op at one size, a key of `entry.real`. For a forward, also compute the gradients."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):

@@ -33,7 +33,7 @@ def measure(
 ) -> bool:
     """Print and save each op's worst error per dtype and implementation. Return whether all errors are allowed.
 
-    Rows in the file `path` whose errors are allowed are not measured again.
+    Do not repeat measurements that the file `path` has with an allowed error.
     """
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
@@ -68,7 +68,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure the errors at all locations. Measure errors that are too large again, with more draws."""
+    """Measure an op's errors at all offsets and scales. Measure too large errors again, with more random draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):

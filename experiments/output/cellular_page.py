@@ -28,7 +28,7 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page. With a target, the page counts the cells that equal the target.
+    """Write an HTML page that runs the automaton. With a target, it counts the cells that equal the target.
 
     Args:
       fire_rate: the probability that a cell updates in a tick.

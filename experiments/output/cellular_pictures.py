@@ -44,9 +44,9 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write pictures of three runs of `ticks` ticks, and return their paths.
+    """Write pictures of three runs of an automaton, and return their paths.
 
-    The third run starts from the first run's last state, with a square destroyed.
+    The runs start from `initial_state`, `large_state`, and the first run's last state with zeros in a square.
     """
 
     def run(state, number):
@@ -67,7 +67,6 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a central square, by default of half the shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -85,7 +84,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of frames per run, at evenly spaced ticks."""
+    """Return a PNG with one row of images per run, which show the automaton at evenly spaced ticks."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)

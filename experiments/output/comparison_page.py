@@ -1,4 +1,4 @@
-"""Write the HTML page of `experiments.compare`."""
+"""The HTML page with the results of `experiments.compare`."""
 
 import io
 import json
@@ -35,7 +35,6 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Tabulate each implementation's losses, and their largest distance from `reference`'s losses."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())

@@ -34,7 +34,6 @@ def read(path: Path) -> bytes:
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until files, or the names in folders, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes and shardings of a step's arguments, with `examples` examples per device."""
+    """Return the shapes and shardings of a training step's arguments, with `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))

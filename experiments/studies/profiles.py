@@ -4,7 +4,7 @@
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
 The defaults are float32, pallas, and default. The result file has one row per launch of a kernel of jaxbp, cuBLAS, or
-CUTLASS, and with the implementation None also of XLA's fusions. docs/benchmarks/profiles.md describes the fields.
+CUTLASS. With the implementation None, it also has XLA's fusions. docs/benchmarks/profiles.md describes the fields.
 """
 
 import argparse

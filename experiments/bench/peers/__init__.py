@@ -27,12 +27,12 @@ VariantChoice = Literal["best", "all"]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A workload that a peer computes and times.
+    """A workload that another library computes and times.
 
     Attributes:
       op, options: the name of an op or training step, and its `Workload.options`.
-      sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty if only the
-        names of the variants are needed.
+      sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty to list
+        only the names of the variants.
       small: arguments with a small batch, for the comparison with float64.
       calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.

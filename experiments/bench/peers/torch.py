@@ -1,7 +1,7 @@
-"""PyTorch as a peer.
+"""PyTorch's ops and training steps, which the bench times.
 
-A captured training step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. In the
-mode "compile, reduce-overhead", PyTorch itself captures all but the update.
+In the mode "compile, reduce-overhead", PyTorch's own CUDA graphs contain all but the update of the parameters. In the
+modes named "CUDA graph", one graph also contains this update.
 """
 
 import collections
@@ -44,7 +44,7 @@ for `task.small`, and `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield the variants of a task: "eager", and on a GPU also "CUDA graph" and `modes`, the fastest last.
+    """Yield PyTorch's modes for a task: "eager", and on a GPU also "CUDA graph" and `modes`, the fastest last.
 
     If `task.choice` is "best", yield only the last `best` modes.
     """
@@ -60,17 +60,14 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Return the time, the eager results, and the temporary memory of a task.
-
-    PyTorch does not count the memory of CUDA graphs in the mode `COMPILED_STEP`.
-    """
+    """Return a task's time and temporary memory in one of PyTorch's modes, and its results in eager mode."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
         measured = fields | {"results": results()}
-        if mode != COMPILED_STEP:
+        if mode != COMPILED_STEP:  # PyTorch does not count the memory of its CUDA graphs
             measured["temporary_bytes"] = _temporary_bytes(call)
         program = lambda: [call(i) for i in range(task.calls)]  # noqa: E731
         if mode.endswith("CUDA graph"):
@@ -84,7 +81,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops. A forward's call also computes the gradients."""
+    """Return a function that makes the calls of an op from a task and a mode. Forwards also compute the gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -120,7 +117,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the float32 statistics that PyTorch's backwards of norms take."""
+    """Return each row's mean and 1/std, or only 1/rms if not `centred`, which PyTorch's backwards take in float32."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -128,13 +125,12 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    """Return a tensor that shares the memory of the JAX array. Integers are copied to int64 instead."""
     shared = torch.from_dlpack(a)
     return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert jaxbp's indices within a window to PyTorch's indices within an image."""
+    """Convert indices of max pooling, from positions in a window (jaxbp) to positions in an image (PyTorch)."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -272,7 +268,7 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Return a `Build` for training steps.
+    """Return a function that makes a training step in PyTorch from a task and a mode.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.
@@ -313,7 +309,7 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile layer after layer until `COMPILE_SECONDS` have passed. Return fields of the row."""
+    """Compile layer after layer until `COMPILE_SECONDS` have passed. Return the time, and a note if layers remain."""
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:

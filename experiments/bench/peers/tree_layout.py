@@ -1,4 +1,4 @@
-"""Convert trees of gates between the layouts of jaxbp and torchlogix.
+"""Convert kernels of convolutions, which are binary trees of gates, between the layouts of jaxbp and torchlogix.
 
 torchlogix has one array of parameters per level of the trees, `(gates, kernels, parameters)`.
 """
@@ -10,15 +10,15 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Return the positions of the inputs a of the first level's gates, and then of their inputs b.
+    """Split the leaves of trees of gates into the first and the second inputs of the gates next to them.
 
-    A position is (channel, row, column) in `leaves` and (row, column, channel) in the result.
+    A leaf is a position in an image: (channel, row, column) in `leaves`, (row, column, channel) in the result.
     """
     return np.stack([leaves[:, ::2], leaves[:, 1::2]])[..., [1, 2, 0]]
 
 
 def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> list[np.ndarray]:
-    """Split the parameters into one array per level, the level of the leaves first."""
+    """Split the parameters of binary trees of gates into one array per level, from the leaves to the root."""
     counts = [2**level for level in reversed(range((parameters.shape[1] + 1).bit_length() - 1))]
     return np.split(parameters.swapaxes(0, 1), np.cumsum(counts)[:-1])
 
