@@ -27,7 +27,7 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A shift and a scale of data: `argument` has the values `offset + scale * drawn`, with random `drawn`.
+    """An offset and a scale of random data: `argument` has the values `offset + scale * drawn`.
 
     `argument="all"` means all arguments except `dy`, weights, and integers.
     """
@@ -39,7 +39,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative errors of an implementation and of autodiff, for one result or gradient of an op, at one `Place`.
+    """Relative errors of one result or gradient of an op, at one offset and scale of its arguments.
 
     A row is a vector along an array's last axis. Each error is a quantile over the rows for all random arguments.
 
@@ -155,7 +155,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the `Place`s whose data fits in the dtype, and an array `(places, draws, *shape)` per argument."""
+        """Return each `Place` (offset, scale) that fits the dtype, and an array `(places, draws, *shape)` per argument."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):

@@ -162,7 +162,6 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Run a tool on an op, up to `attempts` times, until it neither fails nor times out. Return the last result."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):

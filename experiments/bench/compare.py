@@ -1,7 +1,7 @@
-"""Compare two runs of the bench, without other libraries.
+"""Compare two runs of the bench, but not the times of other libraries.
 
-A row has the times of an implementation on a workload. It is slower if its median time grew by more than the threshold,
-and its fastest new round took longer than its slowest old round. It is also slower if it fails only in the new run.
+An implementation of a workload is slower if its median time grew by more than the threshold, and its fastest new round
+took longer than its slowest old round. It is also slower if it fails only in the new run.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. If a workload reads r bytes and writes w bytes, a copy of min(r, w) bytes
-counts at the rate of copies. The other |r - w| bytes count at the rate of only reading or only writing. Rates depend on
-the working set, the number of bytes that a program touches.
+If a workload reads r bytes and writes w bytes, a copy of min(r, w) bytes counts at the rate of copies. The other
+|r - w| bytes count at the rate of only reading or only writing. Rates depend on the working set, the number of bytes
+that a program touches. See docs/benchmarks.md.
 """
 
 import functools
@@ -127,7 +127,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Count the operations and bytes of one call of a workload, in the jaxpr of "autodiff"."""
+    """Count the operations and bytes of one call of a workload, in the jaxpr of implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

@@ -243,7 +243,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Add each row's speedup over the fastest row of autodiff with the same workload and batch size."""
+    """Add each measurement's speedup over the fastest autodiff of the same workload and batch size."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

@@ -70,7 +70,7 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return `names`, or all known names if it is empty. Raise UserError, with `what` or `wanted`, for an unknown name."""
+    """Return `names`, or all known names if it is empty. Raise UserError about `what` if a name is unknown."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))

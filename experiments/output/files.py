@@ -54,5 +54,4 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether `path` is a temporary file or folder of a killed process."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

@@ -1,7 +1,6 @@
 """PyTorch's ops and training steps, which the bench times.
 
-In the mode "compile, reduce-overhead", PyTorch's own CUDA graphs contain all but the update of the parameters. In the
-modes named "CUDA graph", one graph also contains this update.
+In training steps, CUDA graphs include the update of the parameters, except in the mode "compile, reduce-overhead".
 """
 
 import collections
@@ -81,7 +80,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a function that makes the calls of an op from a task and a mode. Forwards also compute the gradients."""
+    """Return a `Build`, which prepares calls of an op for a task and a mode. Forwards also compute the gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -117,7 +116,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return each row's mean and 1/std, or only 1/rms if not `centred`, which PyTorch's backwards take in float32."""
+    """Return the mean and 1/std of each row of x in float32, or only 1/rms if not `centred`."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -268,7 +267,7 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Return a function that makes a training step in PyTorch from a task and a mode.
+    """Return a `Build`, which prepares training steps for a task and a mode.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.
