@@ -37,7 +37,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A known finding that is not a mistake of jaxbp, with regular expressions for its op, kernel, and text."""
+    """A finding that is not a mistake of jaxbp, and regular expressions for the start of its op, kernel, and text."""
 
     name: str
     reason: str

@@ -75,8 +75,8 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure how fast this GPU moves bytes and multiplies matrices of `dtype`.
 
-    A timing round takes at most `RATE_SECONDS`. `bytes_per_second` has pairs (working set, rate) for "copy", "read",
-    and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache.
+    A timing round takes `seconds`, at most `RATE_SECONDS`. `bytes_per_second` has pairs (working set, rate) for "copy",
+    "read", and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
@@ -127,7 +127,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Count the operations and bytes of one call of a workload, in the jaxpr of implementation "autodiff"."""
+    """Count the operations and bytes of one call in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
