@@ -98,7 +98,7 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """A CTA's tile of dw. The sum over dy's rows and the batch has `splits` parts, one per CTA."""
+    """A CTA's tile of dw. `splits` CTAs share each tile's sum over dy's rows and the batch."""
 
     out_channels: int
     in_channels: int

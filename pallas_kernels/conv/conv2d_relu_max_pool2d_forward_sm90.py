@@ -75,7 +75,6 @@ class _Sizes(WindowTiles):
 
     @property
     def panels(self) -> int:
-        """Operand rows that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
@@ -92,17 +91,18 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch that one product reads."""
+        """Rows of pixels that the filters read for one position in each window of a tile."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """A product's summed axis, padded with zero weights to a multiple of `group`."""
+        """Length of a `wgmma` product's summed axis, padded with zero weights to a multiple of `group`."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Operand rows per stage: the patch's, and those after them that the last product also reads."""
+        """Rows of a stage in shared memory: one per pixel and channel for a tile of windows, then padding that the last
+        product reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -135,7 +135,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for all tiles of 64 examples: two per element of a product's summed axis."""
+        """Estimated clock cycles for all pooling windows of 64 examples: two per element over which a tensor-core
+        product sums."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -169,7 +170,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums. N may be any multiple of
     64.
 
-    A NaN or an infinity in x makes all results of its example in the tile NaN, because zero weights multiply it.
+    A NaN or an infinity in x makes all results of its example in the same tile of windows NaN, because zero weights
+    multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -207,7 +209,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -268,10 +269,10 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Copy the weights to shared memory, and zeros to the rows after each patch, which may hold NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
+        # The padding after each stage's pixels must not hold NaN, because zero weights multiply it.
         for stage in range(sizes.ring if sizes.tail else 0):
             tail = as_operand(self.patches).at[stage, pl.ds(sizes.pixels, sizes.tail)]
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)

@@ -125,8 +125,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads
-        transpose it, and `wgmma` reads it and the weights."""
+        """Estimated clock cycles of shared memory for all windows of 64 examples. TMA writes the pixels for each tile
+        of windows, threads transpose them, and `wgmma` reads them and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -204,7 +204,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the module's `weights`, one matrix per step of `config.channels` input channels."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -219,8 +218,8 @@ def _copies(sizes: _Sizes) -> int:
 
 
 def _transposing() -> Any:
-    """Register layout for transposing a patch of 32 examples. A warp accesses 8 pixels of 4 examples at a time:
-    different banks of the swizzled buffer, and 128 adjacent bytes of the operand."""
+    """Register layout for transposing the pixels of 32 examples. A warp accesses 8 pixels of 4 examples at a time:
+    different banks of the source in shared memory, and 128 adjacent bytes of the result."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -231,8 +230,6 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """`operands` are the transposed patches."""
-
     sizes: _Sizes
     x: Any
     matrices: Any

@@ -31,8 +31,8 @@ _MAX_UNROLLED = 2000
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tile per CTA: `channels` input channels, and at most `cells` adjacent cells. `ahead` output channels are loaded
-    at once, one iteration ahead."""
+    """Tile per CTA: `channels` input channels of dx, and at most `cells` adjacent cells, each as large as a pooling
+    window. dy is loaded one iteration ahead, for `ahead` output channels at once."""
 
     channels: int
     cells: int
@@ -72,7 +72,8 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """`cells` adjacent cells of dx, and the columns of the contributing windows, relative to the first cell."""
+    """`cells` adjacent cells of dx, each as large as a pooling window, and the columns of windows that contribute to
+    them, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -80,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of `columns` cells of dx, each as large as a pooling window, into groups of at most `cells`
-    cells, one per CTA. A row has Q windows, a filter G columns, and a window S columns."""
+    """Division of a row of dx into `columns` cells, each as large as a pooling window, in groups of at most `cells`,
+    one per CTA. A row has Q windows, a filter G columns, and a window S columns."""
 
     columns: int
     cells: int
@@ -173,8 +174,6 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Write dx in the cells of `part`. `at` is the first cell's (row, column, block of input channels, slice of
-        examples)."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

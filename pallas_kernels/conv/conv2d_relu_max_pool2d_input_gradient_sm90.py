@@ -53,8 +53,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """K output and C input channels, P x Q windows of R x S positions, filters of F x G elements, and `windows` windows
-    per group."""
+    """K output and C input channels, P x Q pooling windows of R x S positions, filters of F x G elements, and groups of
+    `windows` adjacent windows."""
 
     K: int
     P: int
@@ -69,7 +69,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Rows of cells (see the module) to which one row of windows contributes."""
+        """Number of rows of cells of dx, each as high as a pooling window, to which one row of windows contributes."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -98,7 +98,8 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of `routed`: one per window position and element of dy in a group."""
+        """Columns of `wgmma`'s operand, dy at the positions of the maxima: one per output channel, and per position in
+        each of `windows` windows."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -171,10 +172,8 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[a, b][(r, c, v), (tr, ts, q, k)] = w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0
-    outside of the filter. k and c are channels, (r, v) a pixel of a cell of `width` columns, and (tr, ts) a position in
-    window q of a group."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
+    # (r, v) is a pixel of a cell, and (tr, ts) a position in window q of a group.
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
     w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
@@ -189,8 +188,8 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes one column of cells for 64 examples. All but the last also write `routed` of group
-    `group` to `operands`. `staging` has one row of a cell per warpgroup."""
+    """One warpgroup, which computes `cell_width` columns of dx for 64 examples. All but the last also write dy at the
+    positions of the maxima, for window group `group`, to `operands`. `staging` has one row of dx per warpgroup."""
 
     sizes: _Sizes
     dy: Any
@@ -222,8 +221,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of pooling windows to the sums of dx. Row p of cells is then complete, and is
-        written. Return the operands of row p + 1, and the sums of later cells."""
+        """Add the contributions of row p of pooling windows to dx, and write the R rows of dx that are then complete.
+        Return dy and the indices of the maxima for row p + 1, and sums of later rows."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -42,8 +42,8 @@ _REDUCTION_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """Output channels per CTA, and adjacent windows per step of a thread. The wanted CTAs per multiprocessor determine
-    the number of splits."""
+    """Output channels per CTA, and adjacent pooling windows that a thread processes at once. The number of parts of the
+    sum over windows and examples follows from the wanted CTAs per multiprocessor."""
 
     channels: int
     windows: int
@@ -162,7 +162,6 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return a split's sums, one vector over the lanes per weight and per bias, and zero padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 
@@ -174,6 +173,7 @@ class _WeightsGradientProgram:
         zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
         first, last = split * self.per_split, jnp.minimum((split + 1) * self.per_split, units)
         sums = lax.fori_loop(first, last, add_unit, (zero,) * count)
+        # One vector over the lanes per weight and per bias, then padding.
         return [*sums, *[zero] * (_sums(self.config.channels, F * G) - count)]
 
     def add_windows(self, dy, place, x, at, sums):

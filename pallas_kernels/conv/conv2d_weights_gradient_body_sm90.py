@@ -1,8 +1,8 @@
-"""Body of the kernels in `conv2d_weights_gradient_sm90`, which defines the routed gradient and a row of windows.
+"""Body of the kernels in `conv2d_weights_gradient_sm90`.
 
-Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. Several elements of
-the product add to the gradient of one weight. At the end, the CTA therefore writes the product to device memory, and
-gathers its elements through the L2 cache.
+Each warpgroup multiplies 64 rows of one operand, x or dy at the positions of the maxima, by the other operand. Several
+elements of the product add to the gradient of one weight. At the end, the CTA therefore writes the product to device
+memory, and gathers its elements through the L2 cache.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses copy dy, and compute the routed gradient from it.
+    """One warpgroup. Subclasses copy dy, and compute `routed`: dy at the positions of the maxima, and zeros elsewhere.
 
     Attributes:
-      place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
-      xs: stages of shared memory, each with rows of x and eight rows of ones.
-      c, t: the CTA's part of the input channels, and of the window positions.
+      place, places: indices of the maxima in device and shared memory, or None for `conv2d`.
+      xs: buffers in shared memory, each with rows of x and eight rows of ones.
+      c, t: indices of the CTA's parts of the input channels, and of the positions in a window.
     """
 
     sizes: Sizes
@@ -140,14 +140,15 @@ class _Program:
 
     @property
     def layout(self):
-        """Register layout with two rows per warp, which avoids bank conflicts in shared memory."""
         examples = self.sizes.examples
+        # Two rows per warp avoid bank conflicts in shared memory.
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """Body of `weights_gradient`. The routed gradients alternate between two buffers."""
+    """Body of `weights_gradient`. It writes dy at the positions of the maxima to one of two buffers, while the tensor
+    cores read the other."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -176,7 +177,7 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """Body of `correlate_batch`. It rounds float32 dy to TF32 in place."""
+    """Body of the kernel `correlate_batch`. It rounds float32 dy to TF32 in shared memory."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

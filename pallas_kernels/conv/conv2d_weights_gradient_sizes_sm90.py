@@ -21,8 +21,8 @@ _RESERVED_BYTES = 27 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Input channels and window positions per CTA. If `images_on_left`, x is the product's left operand, otherwise the
-    routed gradient."""
+    """Input channels, and positions in each pooling window, per CTA. The left operand of `wgmma` is x if
+    `images_on_left`, otherwise dy at the positions of the maxima."""
 
     channels: int
     places: int
@@ -32,8 +32,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """K output and C input channels, P x Q windows of R x S positions, N examples, and H x W pixels of x. In
-    `correlate_batch`, a window is R rows of one column of dy, and S is 1."""
+    """K output and C input channels, P x Q pooling windows of R x S positions, N examples, and H x W pixels of x. In
+    `correlate_batch`, which does not pool, a window is R rows of one column of dy, and S is 1."""
 
     K: int
     P: int
@@ -53,12 +53,12 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Rows of x under one row of windows."""
+        """Rows of x that the filters read for one row of pooling windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """First row of ones in a stage, after the rows of x."""
+        """First row of ones in a stage of shared memory, after x's rows. The product of ones and dy yields db."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -75,12 +75,11 @@ class Sizes:
 
     @property
     def taps(self) -> int:
-        """Weights per output channel, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column, output
+        """Vectors of `LANES` elements that hold a CTA's gradients: dw (input channel, filter row, filter column, output
         channel), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
@@ -107,7 +106,6 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Numbers of parts of the input channels and of the window positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -132,14 +130,15 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles per unit, added over all parts (`shares`): two per column of each warpgroup's
-        product, plus one per 24 bytes of loads."""
+        """Estimated clock cycles for one row of windows and one block of examples, over all CTAs that share it: two per
+        column of each warpgroup's product, plus one per 24 bytes of loads."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """A stage holds x, dy, and the indices of the maxima. Two buffers hold the routed gradient."""
+    """A stage of shared memory holds x, dy, and the indices of the maxima. Two more buffers hold dy at the positions of
+    the maxima, and zeros elsewhere."""
 
     @property
     def gradient_rows(self) -> int:

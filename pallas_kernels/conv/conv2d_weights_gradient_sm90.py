@@ -9,7 +9,7 @@ c and k are input and output channels, and n is an example. t = (r, s) is one of
 u` and `j = q * S + s + v`. For `conv2d`, a row of windows is R rows of dy, S is 1, and `routed` is dy.
 
 A CTA computes the sums for part of the input channels and window positions, over one split: part of the rows of windows
-and of the batch. Rows of ones after the rows of x yield db.
+and of the batch.
 """
 
 import functools
@@ -75,7 +75,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows of dy per product for which both operands have multiples of eight rows."""
+    """Return the fewest rows of dy per product, so that these rows, and as many rows of x, have multiples of eight
+    pixels."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -91,8 +92,8 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel, with
-    the rounding of `weights_gradient`."""
+    """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel.
+    float32 dy is rounded to TF32, and float32 x is truncated."""
     sizes = convolution_sizes(dy, x, _rows_a_product(dy, x), config)
     return _launch(
         ConvolutionProgram,

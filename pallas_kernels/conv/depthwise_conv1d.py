@@ -1,12 +1,8 @@
 """Depthwise convolution of sequences and its gradients, with the channels as the last axis.
 
-Each channel c has one filter w of F elements:
-
-    y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
-
-x̄ is x with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the positions of one
-example, for one block of channels. The filters and the last F - 1 positions stay in registers, so the CTA loads each
-position once.
+Each channel has one filter of F elements: `convolve` has the formula. A CTA moves along the positions of one example,
+for one block of channels. The filters and the last F - 1 positions stay in registers, so the CTA loads each position
+once.
 """
 
 import dataclasses
@@ -60,7 +56,11 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Return y of the module's docstring, in x's dtype, computed in float32.
+    """Return y in x's dtype, computed in float32:
+
+        y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
+
+    x̄ is x with `before` zeros before the sequence and `after` zeros after it.
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
@@ -75,8 +75,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Write y at `_ROWS_AT_ONCE` positions from t on. `window` has rows t to t + F - 2 of the padded x. Return
-            the next window."""
+            # `window` has positions t to t + F - 2 of the padded x.
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
@@ -111,8 +110,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    dx is dx̄ without the padding. dy is 0 outside of y. The order of summation is fixed. `convolve` defines the other
-    arguments, and the module's docstring x̄.
+    dx is dx̄ without the padding. dy is 0 outside of y. The order of summation is fixed. `convolve` defines x̄, the
+    padded x, and the other arguments.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     positions = width + before + after
@@ -152,8 +151,7 @@ class _Backward:
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Write dx and add to dw and db at `_ROWS_AT_ONCE` positions from s on. `carry` is (window, dw, db), and
-            `window` has rows s - F + 1 to s - 1 of dy."""
+            # `window` has positions s - F + 1 to s - 1 of dy.
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
@@ -178,7 +176,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of one example in one block of channels, with rows of zeros before and after."""
+    """Values of one example at any position, for one block of channels: zeros before and after the sequence."""
 
     ref: Any
     example: Any
@@ -207,7 +205,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of `rows` rows from `first` on, below `end`. Return
-    the last carry."""
+    """Call `carry = step(row, carry)` for row `first`, `first + _ROWS_AT_ONCE`, and so on, for at most `rows` rows and
+    below `end`. Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

@@ -48,7 +48,6 @@ def scatter_gradients(
       padding: rows above the input, and columns to its left.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # Row `a * stride + r` of the padded input is row r of window a, and row `r + stride` of window a - 1.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),

@@ -13,8 +13,8 @@ BARRIER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Tiles of `config.rows` x `config.columns` windows. There are K output and C input channels, P x Q windows of R x
-    S positions, N examples, and filters of F x G elements."""
+    """Tiles of `config.rows` x `config.columns` pooling windows. There are K output and C input channels, P x Q windows
+    of R x S positions, N examples, and filters of F x G elements."""
 
     K: int
     P: int
@@ -42,12 +42,12 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units, each one tile for 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of a unit's first window, and its block of examples. Consecutive units share the
-        block, so that concurrent CTAs read the same images from the L2 cache."""
+        """Return the row and column of the first window of unit `number`, one tile of windows for 64 examples, and its
+        block of examples. Consecutive units share the block, so that concurrent CTAs read the same images from the L2
+        cache."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)

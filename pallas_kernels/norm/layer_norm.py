@@ -67,8 +67,8 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return y in x's dtype, and float32 offset and inv_std `(rows,)`, for x `(rows, hidden)`. Without `center`, bias
-    and offset are None."""
+    """Return the output y in x's dtype, and float32 offset (mean minus first element) and inv_std `(rows,)`, for x
+    `(rows, hidden)`. Without `center`, bias and offset are None."""
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
@@ -147,7 +147,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use. `mask_ref` is 0 in the columns that pad the row, else 1."""
+    """A row of x in device memory, loaded again for every use. `mask_ref` is 0 in columns that pad the row, else 1."""
 
     x_ref: Any
     mask_ref: Any

@@ -53,10 +53,11 @@ def _heuristic(s, db, scale, bias, w):
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:
-    """Return dw in w's dtype, and float32 dscale and dbias: see the module's docstring.
+    """Return the dense layer's dw in w's dtype, and LayerNorm's float32 dscale and dbias.
 
     Args:
-      s, db: `(outputs, hidden)` and `(outputs,)`, float32.
+      s, db: `dzᵀ x̂ (outputs, hidden)` and `Σ dz (outputs,)`, float32, for the gradient dz with respect to the dense
+        layer's output.
       scale, bias: `(hidden,)`.
       w: `(outputs, hidden)`, hidden a multiple of 128.
     """

@@ -45,14 +45,14 @@ _ALIGNMENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """`columns` of the result z are stored per TMA copy."""
+    """A TMA copy stores `columns` columns of the output z."""
 
     columns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Stages in the ring of shared memory for blocks of dz."""
+    """Number of buffers in shared memory, each for 64 rows of dz."""
 
     stages: int
 
@@ -103,7 +103,8 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return z `(rows, outputs)` in x's dtype, and float32 offset and inv_std `(rows,)`: see `layer_norm.py`.
+    """Return the dense layer's output z `(rows, outputs)` in x's dtype, and float32 offset and inv_std `(rows,)` of
+    LayerNorm: see `layer_norm.py`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
@@ -232,8 +233,8 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and x̂ in x's dtype. dz `(rows, outputs)` is the gradient with respect to z. Other arguments are
-    arguments and results of `forward`."""
+    """Return dx and LayerNorm's x̂ in x's dtype. dz `(rows, outputs)` is the gradient with respect to the dense layer's
+    output. Other arguments are arguments and results of `forward`."""
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
@@ -269,8 +270,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """With `t = (dz w) * scale`, each warpgroup writes the sums of t and of t * x̂ over its half of a row to `sums`.
-    `hat` is the result x̂, or None if it is unused."""
+    """Each warpgroup writes its sums of `t = (dz w) * scale` and of t * x̂, over half of each row, to `sums`. `hat` is
+    the result x̂, or None if it is unused."""
 
     dz: Any
     x: Any

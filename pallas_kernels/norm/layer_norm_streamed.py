@@ -47,8 +47,8 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the rows per stage: at least one block of `row_block.py`, and enough for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
+    # A TMA copy of `group_rows` rows has about `arrays` times 8 KiB.
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
         return max(1, group_rows)
@@ -168,7 +168,8 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` is x̂ and the result is (dx,). Otherwise, return (dx, x̂)."""
+    """If eps is None, `x` is LayerNorm's x̂, and the result is (dx,). Otherwise, return (dx, x̂). `t` is `dy *
+    scale`."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(

@@ -20,7 +20,8 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """offset and inv_std of rows (see `layer_norm.py`), or references to them. Without `center`, `offset` is None."""
+    """LayerNorm's `offset`, mean minus first element, and `inv_std` per row, or references to them. `offset` is None
+    for RMSNorm."""
 
     offset: Any
     inv_std: Any
@@ -28,8 +29,8 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """`rows` rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last axis of a
-    TMA copy."""
+    """Layout of `rows` rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last
+    axis of a TMA copy."""
 
     hidden: int
     rows: int
@@ -91,22 +92,22 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of the first rows of blocks that are computed together: all blocks with one row per warp, to
-        overlap their shuffles. A block with one row per warpgroup needs all registers."""
+        """Return lists of the first rows of blocks to compute together: all blocks, to overlap their shuffles, or one
+        block if a row needs all registers of a warpgroup."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns `compute()`. With one row per warp, it computes the value at every call.
-        Otherwise, the value stays in registers."""
+        """Return a function that returns `compute()`. It computes at every call if each warp has a row, to save
+        registers, and otherwise only once."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each block, with the block's values per row, a, repeated along each row.
-        Blocks and results are functions: see `values`."""
+        """Apply `operation` to each block of rows and its array in `row_values`, one value per row. Blocks and results
+        are functions that return arrays: see `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -116,8 +117,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return the normalized blocks x̂, as functions (see `values`), and their statistics, computed if
-        `known_statistics` is None."""
+        """Return LayerNorm's x̂ for the block of rows in each of `refs`, as functions that return arrays, and offset
+        and inv_std, computed if `known_statistics` is None."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]

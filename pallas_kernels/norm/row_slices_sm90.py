@@ -39,7 +39,7 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. Shuffles pass it on to the row's other threads, by adding zeros."""
+    """Return the first value of each row, in all threads of the row: warp shuffles add it to zeros."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
@@ -51,7 +51,8 @@ def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
 
 
 def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return x̂ as a function of a slice of columns, and offset and inv_std: see `layer_norm.py`."""
+    """Return LayerNorm's x̂ as a function of a slice of columns, and offset (mean minus first value) and inv_std per
+    row."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

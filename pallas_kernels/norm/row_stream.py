@@ -1,7 +1,6 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
-device memory. After the last row, copies read zeros and write nothing.
+With n CTAs, each computes every n-th group. After the last row, copies read zeros and write nothing.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from pallas_kernels.norm.row_block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`rows` is the number of rows per group, which fill one stage. `programs` counts the CTAs per multiprocessor."""
+    """A stage of the ring in shared memory holds `rows` rows. `programs` counts the CTAs per multiprocessor."""
 
     rows: int
     stages: int
@@ -29,7 +28,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """`programs` counts the CTAs on all multiprocessors."""
+    """Base class of kernels that stream rows through shared memory. `programs` counts the CTAs on all
+    multiprocessors."""
 
     block: Block
     config: Config
@@ -45,10 +45,11 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """For each group of rows, call `carry = step(first_row, stages, wait, carry)`. Return the last carry.
+        """For each group of `config.rows` rows, call `carry = step(first_row, stages, wait, carry)`. Return the last
+        carry.
 
-        `step` gets one stage per array in `sources`, filled when `wait()` returns. It overwrites the i-th stage with
-        the result for the i-th array in `targets`.
+        `step` gets one buffer in shared memory per array in `sources`, filled when `wait()` returns. It overwrites the
+        i-th buffer with the result for the i-th array in `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
