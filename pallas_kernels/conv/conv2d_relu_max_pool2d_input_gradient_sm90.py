@@ -222,7 +222,7 @@ class _Program:
 
     def take_row(self, p, carry):
         """Add the contributions of row p of pooling windows to dx, and write the R rows of dx that are then complete.
-        Return dy and the indices of the maxima for row p + 1, and sums of later rows."""
+        Return dy and the indices of the maxima for row p + 1, and the sums of later rows."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
