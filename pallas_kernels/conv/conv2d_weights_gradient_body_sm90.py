@@ -147,8 +147,8 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """Body of `weights_gradient`. It writes dy at the positions of the maxima to one of two buffers, while the tensor
-    cores read the other."""
+    """Body of the kernel `weights_gradient`. It writes dy at the positions of the maxima to one of two buffers, while
+    the tensor cores read the other."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

@@ -52,7 +52,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Number of buffers in shared memory, each for 64 rows of dz."""
+    """Number of buffers in shared memory, each for 64 rows of dz, the gradient with respect to z."""
 
     stages: int
 
@@ -270,8 +270,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """Each warpgroup writes its sums of `t = (dz w) * scale` and of t * x̂, over half of each row, to `sums`. `hat` is
-    the result x̂, or None if it is unused."""
+    """Arguments, results, and shared memory of `input_gradient`. Each warpgroup writes its sums of `t = (dz w) * scale`
+    and of t * x̂, over half of each row, to `sums`. `hat` is the result x̂, or None if it is unused."""
 
     dz: Any
     x: Any
