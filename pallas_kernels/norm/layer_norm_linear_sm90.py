@@ -52,7 +52,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Number of buffers in shared memory, each for 64 rows of dz, the gradient with respect to z."""
+    """Number of buffers in shared memory, each for 64 rows of dz, the gradient with respect to the output."""
 
     stages: int
 
