@@ -1,6 +1,6 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example has a seed for the start state, and the number of the optimizer step.
+An example is the start state's seed, and the number of the optimizer step.
 """
 
 import dataclasses
@@ -209,7 +209,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field` at an update. It grows linearly from 0 after a share `hard_from` of updates."""
+        """Return the setting `field` at an optimizer step: 0 for a share `hard_from` of all, then growing linearly."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

@@ -1,6 +1,6 @@
-"""Choices of the input, a or b, that each gate initially passes on. docs/automata.md describes them.
+"""Choose which of its inputs, a or b, each gate of an automaton initially passes on: see docs/automata.md.
 
-A tick of such gates only moves values between channels and neighboring cells.
+With such gates, a tick only copies values between channels and neighboring cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Arrays that are true where a gate passes on its input b: one per perception layer, and one per update layer."""
+"""One array per perception layer, and one per update layer. They are true where a gate passes on its input b."""
 MOST_DRAWS = 20_000
-"""Limit of attempts. The checkerboard needs about 400."""
+"""Limit of draws. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
 
 
@@ -35,10 +35,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the least number of wrong cells after ticks that move values as drawn.
+    """Return the least number of wrong cells if each gate passes on the input that `drawn` selects.
 
-    The last tick may apply any function of a cell's 3 x 3 neighborhood, but no function is right for equal
-    neighborhoods with different targets.
+    Only the last tick may apply any function of 3 x 3 neighborhoods, but no function is right for cells with equal
+    neighborhoods and different targets.
 
     Args:
       start: `(height, width, channels)`.
@@ -64,7 +64,10 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) from which it takes its value."""
+    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) from which a tick copies its value.
+
+    Gates pass on their input b where `perception` and `update` are True.
+    """
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
@@ -87,7 +90,7 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a value leaves the first channel and returns after two ticks along one diagonal."""
+    """Return whether a value moves diagonally from channel 0 to another channel, then the same way to channel 0."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 

@@ -32,7 +32,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The finite values from `least` to `most`, without `least` if `above` is True."""
+    """The finite values from `least` to `most`. If `above` is True, `least` is excluded."""
 
     least: float = 0
     most: float = math.inf
@@ -98,7 +98,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the index of an epoch's attempt. Each attempt has new initial parameters."""
+        """Return how often training restarts before an epoch. Each restart has new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -114,7 +114,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the run's optimizer, or None for Adam with these settings."""
+        """Return the run's optimizer, or None for AdamW with this config's learning rate and weight decay."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:

@@ -29,14 +29,14 @@ RECIPES: dict[DatasetName, Recipe] = {
 class GateConfig(ImageConfig):
     """A network of logic gates on images of bits.
 
-    In training, each gate mixes all logic functions. The evaluation uses hard gates, which compute only the function
-    with the largest weight.
+    In training, each gate mixes all logic functions. In the evaluation, it computes only the function with the largest
+    weight.
     """
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, which takes bits and the keyword argument `hard`."""
+        """Return the model, which takes bits and a boolean `hard`, for hard instead of relaxed gates."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

@@ -1,13 +1,13 @@
-"""The experiment `logic-conv`.
+"""The experiment `logic-conv`: a convolutional network whose kernels are trees of 7 logic gates.
 
-A kernel is a tree of 7 logic gates. With k kernels in the first convolution, the network `MNIST` has 8939 k gates,
-counted at every position, and 657 k more in its or-pools:
+With k kernels in the first convolution, the network `MNIST` has 8939 k gates, counted once per position.
+Its pools, each the OR of a window's bits, have 657 k more:
 
     size s (k = 16)     143,024 and 10,512      published: 147,000
     size m (k = 64)     572,096 and 42,048      published: 566,000
     size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
 
-The paper (see `jaxbp.logic_conv2d`) pads the second and third convolutions and has a third pool.
+The paper's network (see `jaxbp.logic_conv2d`) pads the second and third convolutions and has a third pool.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Kernels and widths are in units of k, the number of kernels in the first convolution."""
+    """Numbers of kernels and widths of a network's layers, in units of k, the first convolution's number of kernels."""
 
     convolutions: Sequence[LogicConvolution]
     widths: Sequence[int]

@@ -25,7 +25,6 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest number of images or labels in a file."""
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

@@ -2,7 +2,7 @@
 
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-The seed and a case's number determine the case. A failing case is reduced, and printed as Python code. A case whose
+A failing case is reduced, and printed as Python code. A case whose
 child process dies or hangs counts as a crash, and runs again with autodiff. The exit code is 1 after a failure, or a
 crash that does not occur with autodiff. The JSON file has the fields of every result file
 (`experiments/output/results.py`), and:

@@ -27,7 +27,7 @@ MOST_DRAWS = 30
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a random case that autodiff accepts, or `entry.small` after `MOST_DRAWS` attempts."""
+    """Return random shapes and options that autodiff accepts, or if none are found, the catalogue's example."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -60,7 +60,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return `entry.small` with random sizes, sometimes with one leading axis more or less."""
+    """Return the catalogue's example with random axis lengths, and sometimes one leading axis more or less."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"

@@ -46,11 +46,11 @@ class Program:
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the float64 reference has the op's derivative at kinks."""
+        """Whether the op must have the derivative of its float64 reference at kinks, such as relu's at 0."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the op's arguments. Floats are of the kind in `DATA`. Integers are the same in every draw."""
+        """Draw the op's arguments. Floats have the distribution `kind` of `DATA`. Integers are always the same."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -66,7 +66,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Set the cotangent to zero at invalid labels, and for the kind "under a mask" also at half of the elements."""
+        """Zero the cotangents of examples with invalid labels. If `kind` is "under a mask", also zero a random half."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
@@ -113,14 +113,14 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program has no second derivatives, which at infinities depend on how a formula is written."""
+        """Whether no second derivatives are computed. At infinities, they may differ between equivalent formulas."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
-        """Whether the first argument may have NaN, infinities, and values whose squares overflow.
+        """Whether the op's first argument may contain NaN, infinities, and values whose squares overflow.
 
-        A convolution may multiply these values by zero.
+        A convolution may not, because it may multiply these values by zero.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

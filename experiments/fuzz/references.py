@@ -1,6 +1,6 @@
-"""Maxima and minima whose gradient goes to the first of equal values, or to the first NaN, as in jaxbp.
+"""Maxima and minima whose gradient goes to the first of equal values or NaNs, as in jaxbp.
 
-The gradient of `jnp.max` is divided among equal values instead.
+`jnp.max` divides the gradient among equal values.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxbp.common.windows import pool_windows
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
-    """Return the first value along the last axis that equals `extreme` or is NaN, where `inside` is True."""
+    """Return the first value along the last axis that is NaN or `extreme`. Skip values where `inside` is False."""
     found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
     return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
 

@@ -1,4 +1,4 @@
-"""Run a program of the fuzzer, and judge its results with `jaxbp.verify`."""
+"""Run a random op, and judge its results and derivatives with `jaxbp.verify`."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimizati
 
 
 class Trial:
-    """A program of the fuzzer, compiled once for several draws of its data."""
+    """An op with random shapes and options, compiled once for several kinds of data."""
 
     def __init__(self, program: Program, arguments: Arguments):
         self.program = program
@@ -48,7 +48,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result, or None."""
+        """Return a description of the first wrong result or derivative, or None."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
@@ -68,7 +68,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return autodiff's float64 results `exact`, replaced by `ours` where `exact` is NaN or `ours` may overflow."""
+    """Return autodiff's float64 results `exact`, with `ours` where any value passes: at NaN and allowed overflows."""
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)
     return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)

@@ -1,4 +1,4 @@
-"""Run the cases of one program in a child process, and reduce the cases that fail."""
+"""Run an op with random shapes and options on each kind of data. Simplify it if it fails."""
 
 import dataclasses
 import functools
@@ -39,12 +39,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case.
+    """The outcome of running a random op on random data.
 
     Attributes:
-      draw: the index of the case's kind of data in `program.DATA`.
-      message: what is wrong, `REFUSED` if a kernel does not support the case, or None.
-      lines: code that reproduces a failure.
+      draw: the index of the kind of data in `program.DATA`.
+      message: what is wrong, `REFUSED` if a kernel does not support the op's arguments, or None.
+      lines: Python code that reproduces a failure.
     """
 
     draw: int
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw, and after a failure also the outcome of a reduced case, if one still fails."""
+    """Yield one outcome per kind of data. After a failure, also yield one for a simpler program, if it fails."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -38,7 +38,7 @@ class Checkpoint:
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
-      constants: the checksum of the model's untrained variables, or None if there are none.
+      constants: the checksum of the model's untrained variables, or None without any.
       files: the checksum of each file, by its path within `state/`.
       folder: the folder of all the run's checkpoints.
     """
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each array by its path, without reading the arrays."""
+        """The shape and dtype of each saved array, by path. The arrays are not read."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -211,7 +211,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Map paths to arrays. The path of a variable's only array does not end in `/value`."""
+    """Map paths to arrays. If a variable has only one array, its path does not end in `/value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

@@ -24,7 +24,7 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 def compiled_classifier(
     circuit: AnyCircuit, classes: int, compiler: str, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from packed samples `(inputs, words)` to classes."""
+    """Return compiled C code that maps samples, packed 32 per word as `(inputs, words)`, to classes."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
@@ -39,7 +39,7 @@ def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return a function from a grid `(h, w, c)` and a number of ticks to a grid."""
+    """Return compiled C code that maps a grid `(h, w, c)` and a number of ticks to a grid."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):

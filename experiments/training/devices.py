@@ -49,9 +49,9 @@ def shares(mesh: Mesh) -> NamedSharding:
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
-    """Return `loss(params, inputs, targets)` as a function that divides the examples of a batch among the devices.
+    """Return `loss(params, inputs, targets)`, with the examples of a batch divided among the devices.
 
-    Gradients are summed over the devices in the parameters' dtype, not in the computation's as by XLA's partitioner.
+    Gradients are summed over the devices in the parameters' dtype. XLA's partitioner would use the computation's dtype.
     """
     batch = PartitionSpec(EXAMPLES)
     # With `check_vma=True`, kernels must declare the mesh axes along which their results vary. jaxbp's do not.

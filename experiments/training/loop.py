@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The metrics of one epoch. The training loss and accuracy are means over its steps."""
+    """The metrics of one epoch. The training loss and accuracy are means over the epoch's steps."""
 
     epoch: int
     step: int
@@ -67,7 +67,7 @@ TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_second
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run. Its compiled functions hold the dataset on the devices."""
+    """A model and its compiled training functions, which hold the dataset on the devices."""
 
     mesh: Mesh
     state: TrainState
@@ -78,7 +78,7 @@ class Training:
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: an initial state if the epoch begins a new attempt, else None."""
+    """`epoch -> state`: an initial state if training restarts before the epoch, else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -199,7 +199,7 @@ def train_epoch(
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a
-        loss scale, a step without finite values keeps the parameters. Without a loss scale, the last result is True.
+        loss scale, a step without finite values keeps the parameters. Otherwise, the last result is True.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

@@ -50,7 +50,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse --coordinator, --process, and --processes. Return None if all are omitted."""
+        """Parse the options --coordinator, --process, and --processes. Return None if all are omitted."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -196,7 +196,6 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Queue a new connection, its process number, and its number of processes. If its token is wrong, close it."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -244,7 +243,7 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay stays open.
+    JAX aborts a process whose connection closes, often before the reason is printed. The relay does not close it.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -260,7 +259,6 @@ def _relay(place):
 
 
 def _forward(source, sink):
-    """Forward data. When `source` closes, leave `sink` open."""
     sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while said := source.recv(2**16):
@@ -268,9 +266,8 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Remove the connection's time limit. Keepalive detects a lost machine."""
     link.settimeout(None)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a lost machine
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -278,7 +275,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read only the next line. Raise OSError if the line is too long or too slow."""
+    """Read a connection's next line, and no further. Raise OSError if it is too long or slow."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -1,7 +1,4 @@
-"""The directory of a run, and how a run resumes after an interruption or damage. docs/runs.md lists the files.
-
-A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ from it.
-"""
+"""The directory of a run, which resumes from its newest intact checkpoint. docs/runs.md lists the files."""
 
 import contextlib
 import dataclasses
@@ -35,7 +32,10 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def saved_config(path: Path) -> TrainingConfig:
-    """Raise UserError for no run or an unknown experiment, and BrokenRun if every checkpoint is corrupt."""
+    """Return the settings of the run in a directory.
+
+    Raise UserError for no run or an unknown experiment, and BrokenRun if every checkpoint is corrupt.
+    """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
         wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the version of jaxbp that began the run"
@@ -112,7 +112,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """If the run has a checkpoint, raise BrokenRun instead of `DISK_ERRORS`."""
+        """Replace errors such as a full disk by BrokenRun if the run has a checkpoint."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -137,7 +137,7 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial`, or if the checksum `constants` differs.
+        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the checksum of fixed variables.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -179,11 +179,11 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the files' checksums, which marks the run as finished."""
+        """Write the checksums of the files `names`, which marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove files of killed processes. Rewrite files of settings and metrics that differ from the checkpoint."""
+        """Remove temporary files of killed processes. Rewrite config.json and metrics.jsonl from the checkpoint."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -203,7 +203,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Raise BrokenRun unless the metrics have every epoch and exactly the known fields."""
+    """Raise BrokenRun unless the metrics have every epoch and exactly the fields of `Metrics`."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

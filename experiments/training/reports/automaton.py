@@ -53,9 +53,9 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return shares of runs, and lines to print.
+    """Run the hardened automaton from unseen start states. Return shares of these runs by name, and lines to print.
 
-    A run counts for a key if the visible channels equal the pattern in every cell:
+    A share counts the runs in which the visible channels equal the pattern in every cell:
 
         right   at tick `steps`
         stands  at every tick from `steps + 1` to `4 * steps`
@@ -86,7 +86,7 @@ def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float]
     """Compare the hardened automaton with the Game of Life. Return a dict, and lines to print.
 
     right  the share of the 512 states of 3 x 3 cells after which the center cell is correct
-    ticks  the number of ticks from a random board until a cell is wrong
+    ticks  the number of correct ticks from a random board
     """
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
