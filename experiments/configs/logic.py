@@ -36,7 +36,7 @@ class GateConfig(ImageConfig):
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, which takes bits and a boolean `hard`, for hard instead of relaxed gates."""
+        """Return the model, which takes bits, and `hard=True` for hard gates."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

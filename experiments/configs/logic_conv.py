@@ -1,4 +1,4 @@
-"""The experiment `logic-conv`: a convolutional network whose kernels are trees of 7 logic gates.
+"""The experiment `logic-conv`, whose kernels are trees of 7 logic gates.
 
 With k kernels in the first convolution, the network `MNIST` has 8939 k gates, counted once per position.
 Its pools, each the OR of a window's bits, have 657 k more:

@@ -1,4 +1,4 @@
-"""Train one model in several processes, as docs/many_devices.md describes. Process 0 runs JAX's coordinator.
+"""Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
 Each other process connects to the port after the coordinator's. In one line, it sends its number, the number of
 processes, and a secret token. It receives the settings.

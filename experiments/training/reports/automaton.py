@@ -53,7 +53,7 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return shares of these runs by name, and lines to print.
+    """Run the hardened automaton from unseen start states. Return shares of these runs, and lines to print.
 
     A share counts the runs in which the visible channels equal the pattern in every cell:
 
