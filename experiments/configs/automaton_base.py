@@ -209,7 +209,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field` at an optimizer step: 0 for a share `hard_from` of all, then growing linearly."""
+        """Return a setting at an optimizer step: 0 for a share `hard_from` of the steps, then growing linearly."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

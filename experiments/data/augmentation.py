@@ -20,8 +20,8 @@ def distort(
 ) -> Float[Array, "batch channels height width"]:
     """Distort each image by a smooth random field of displacements.
 
-    Displacements at `knots * knots` points have the standard deviation `pixels`, and are interpolated cubically. P.
-    Simard et al. (ICDAR 2003) smooth noise per pixel instead.
+    Displacements at `knots * knots` points have the standard deviation `pixels`, and are interpolated cubically. Simard
+    et al. (ICDAR 2003) smooth noise per pixel instead.
     """
     batch, _, *size = images.shape
     at_knots = pixels * jax.random.normal(key, (batch, 2, knots, knots))

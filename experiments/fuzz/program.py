@@ -66,7 +66,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Zero the cotangents of examples with invalid labels. If `kind` is "under a mask", also zero a random half."""
+        """Zero the cotangent for invalid labels, and if `kind` is "under a mask", for a random half of the elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent

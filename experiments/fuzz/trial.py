@@ -68,7 +68,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return autodiff's float64 results `exact`, with `ours` where any value passes: at NaN and allowed overflows."""
+    """Return autodiff's float64 results `exact`, or jaxbp's `ours` where any value passes: NaN, or allowed overflow."""
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)
     return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)

@@ -195,7 +195,7 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over the N examples `inputs` and `targets`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` examples are left out. Epochs are counted from 1.
+    The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a

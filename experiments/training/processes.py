@@ -50,7 +50,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the options --coordinator, --process, and --processes. Return None if all are omitted."""
+        """Parse --coordinator, --process, and --processes. Return None if all are omitted."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)

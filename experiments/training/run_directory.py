@@ -137,7 +137,7 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the checksum of fixed variables.
+        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the fixed variables' checksum.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
