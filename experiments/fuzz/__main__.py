@@ -8,7 +8,7 @@ file has the fields of every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support
-    lost           the number of cases that did not run, because their program had crashed
+    lost           the number of cases that did not run, because their child process had crashed
     crashes        one object per crash. `autodiff` says how autodiff crashed, or is null
 """
 

@@ -1,4 +1,4 @@
-"""Write a failing case as Python code that reproduces it."""
+"""Write a failing call of an op as Python code."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints the program's results, and autodiff's results in float64 and in the program's dtype."""
+    """Return code that prints an op's results, and autodiff's results in float64 and in the op's dtype."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",
