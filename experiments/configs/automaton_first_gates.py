@@ -15,7 +15,7 @@ from jaxbp.logic.gates import Parametrization
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """One array per perception layer, and one per update layer. They are true where a gate passes on its input b."""
 MOST_DRAWS = 20_000
-"""Limit of draws. The checkerboard needs about 400."""
+"""The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
 
 

@@ -29,7 +29,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 class GateConfig(ImageConfig):
     """A network of logic gates on images of bits.
 
-    In training, each gate mixes all logic functions. In the evaluation, it computes only the function with the largest
+    In training, each gate mixes all logic functions. In evaluation, it computes only the function with the largest
     weight.
     """
 

@@ -48,7 +48,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result or derivative, or None."""
+        """Describe the first wrong result or derivative, or return None."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)

@@ -199,7 +199,7 @@ def train_epoch(
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a
-        loss scale, a step without finite values keeps the parameters. Otherwise, the last result is True.
+        loss scale, a step without finite values keeps the parameters. Without it, the last result is True.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

@@ -203,7 +203,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Raise BrokenRun unless the metrics have every epoch and exactly the fields of `Metrics`."""
+    """Return the metrics. Raise BrokenRun unless they have every epoch and exactly the fields of `Metrics`."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:
