@@ -23,15 +23,16 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays, on the CPU after a barrier, without which XLA would recompute an array for each read."""
+    """Return the arrays. On the CPU, a barrier follows them, because XLA would otherwise recompute an array for each
+    read."""
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 
 def recomputed(*arrays: Array) -> tuple[Array, ...]:
     """Return floating arrays from which a backward computes values of its forward again, such as `tanh(x)`.
 
-    XLA merges equal expressions. On a GPU, it would keep these values from the forward as further residuals, so the
-    arrays are multiplied by a 1 that XLA does not know. On a CPU, computing again is slower than keeping.
+    XLA merges equal expressions. On a GPU, it would keep these values from the forward as residuals, so the
+    arrays are multiplied by a 1 whose value XLA does not know. On a CPU, computing again is slower than keeping.
     """
 
     def times_one(a):
@@ -41,7 +42,7 @@ def recomputed(*arrays: Array) -> tuple[Array, ...]:
 
 
 def stored(residual: Array) -> Array:
-    """Return a residual, on a GPU after a barrier, so that XLA stores this array and no other.
+    """Return a residual. On a GPU, a barrier makes XLA store this array and no other.
 
     Otherwise, XLA may keep the array from which it can compute the residual again, or, in half precision, the float32
     array that was rounded (`xla_allow_excess_precision`).

@@ -47,8 +47,8 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Compute `state = step(state, t)` for each step t. Return the last state, and the kept states for `reverse_scan`,
-    each reduced by `keep` to the needed part. `memory` is not "all"."""
+    """Compute `state = step(state, t)` for each step t. Return the last state and, for `reverse_scan`, `keep(state)` before
+    the steps that the policy `memory` selects. `memory` is not "all"."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)
@@ -76,8 +76,8 @@ def advance(
 def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t, and
-    return the last carry. `kept` is the second result of `advance`."""
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, and return the last carry. The state
+    before step t is recomputed from `kept`, the second result of `advance`."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     kept, last = kept
@@ -129,7 +129,8 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps. Step `start`, the first, begins with `state`."""
+    """Return the carry after `step_backward` of steps `start + length - 1` to `start`. `state` is the state before step
+    `start`, from which `step` recomputes the others."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -150,14 +151,14 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan of visits (see `_binomial`) to n segments of steps, from the last to the first.
+    """A plan for the backward of n segments of steps, from the last to the first, in memory for a few states (slots).
 
     Attributes:
-      slots: the number of slots for one state each. An extra slot receives states that are not kept.
+      slots: the number of slots. An extra slot receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: four arrays `(n,)`: each visit's segment, the slot of the state that it fetches, the segment that begins
-        with this state, and the visit's first index in `slots_on_the_way`.
-      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
+      visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
+        segment that begins with this state, and the first index in `slots_on_the_way`.
+      slots_on_the_way: for each segment that is then recomputed, the slot for the state before it.
     """
 
     slots: int
@@ -185,16 +186,16 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return one visit `(segment, slot, start, stores)` per segment, last segment first.
+    """Plan the backward of n segments of steps, with memory (slots) for few states.
 
-    A visit fetches the state before segment `start` from the slot, and recomputes the steps up to `segment`. `stores`
-    maps segments on this way to the slots that keep the states before them.
+    Return `(segment, slot, start, stores)` per segment, last first: from the state before segment `start`, in the slot,
+    recompute the steps up to `segment`. `stores` maps segments to slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Visit the segments in [low, high). Slot `depth` has the state before segment `low`."""
+        """Plan the backward of the segments `high - 1` to `low`. Slot `depth` has the state before segment `low`."""
         while high - low > 1 and depth + 1 < slots:
             # The remaining slots and `repeats` recomputations suffice for this many segments.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)

@@ -416,12 +416,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """With `forward` bound, this is the `save` of a `Pair` whose backward needs only the arguments."""
+    """Return the forward's result, and the arguments as residuals: the `save` of a `Pair` by default."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """The `residuals` of a `Pair` whose `save` is `saving_arguments`."""
+    """Return the arguments, which are the residuals of a `Pair` by default."""
     return arrays
 
 
@@ -434,7 +434,8 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Apply `checkpoint_name` to the arrays of `saved`, also within y, except for arguments of the op."""
+    """Apply `checkpoint_name` to the residuals `saved`, except for arguments of the op. A residual that is also in the
+    result y is replaced there, too."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

@@ -217,7 +217,7 @@ class LossScale:
         """Wait for the device, and check that not all of the last `most_skipped` steps were skipped.
 
         Raises:
-          FloatingPointError: all were skipped. A dynamic scale is then at its minimum, and not the cause.
+          FloatingPointError: all were skipped. A dynamic scale is then at its minimum, so it is not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
@@ -260,6 +260,7 @@ def loss_scaled(
     """Return an Optax transformation from the gradients of a scaled loss to the updates of `optimizer`::
 
         optimizer = loss_scaled(optax.adam(1e-3), LossScale.create())
+        state = optimizer.init(parameters)
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
 

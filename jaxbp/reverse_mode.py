@@ -13,7 +13,7 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments, but make forward mode raise an error that names the op."""
+    """Return the arrays unchanged, but make forward-mode differentiation raise an error that names the op."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 
@@ -101,7 +101,8 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)`, which `jax.linear_transpose` supports for each set in `linear_in` (see `Pair`)."""
+    """Return `function(*arrays)`. `jax.linear_transpose` then supports each set of arguments, given by its indices in
+    `linear_in`, in which the function is jointly linear."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))

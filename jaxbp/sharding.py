@@ -21,7 +21,7 @@ from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Batch axes of the arguments of a kernel. Results without a batch axis are summed over the devices.
+    """The axes along which devices divide the arguments of a kernel. Results without a batch axis are summed over devices.
 
     Attributes:
       of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.
@@ -36,8 +36,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return the `batch_axes` of a kernel: the leading axis of each argument at a position in `places`. If the first of
-    these arguments has at most `features` axes, there are no batch axes."""
+    """Return a function that declares a kernel's batch axes: axis 0 of the arguments at positions `places`. It declares
+    none if argument `places[0]` has at most `features` axes, and so no batch axis."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -56,8 +56,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded as `autodiff(*arrays)`. Within `function`, mesh axes are automatic, because
-    products in a hand-written backward do not declare their sharding."""
+    """Return `function(*arrays)`, sharded as JAX shards `autodiff(*arrays)`, an equivalent function. Within `function`,
+    XLA chooses the sharding, because products in a hand-written backward do not declare it."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
     )
@@ -90,7 +90,7 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """Return each result's axis whose size depends on the number of examples, or None."""
+    """For each result of `formula`, return the axis that grows with the batch axes of its arguments, or None."""
 
     def shapes(times):
         grown = []
@@ -132,7 +132,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Lower the function without the mesh that `jax.set_mesh` may set."""
+    """Call the function with one device's arrays. Trace and lower it without the mesh that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():
@@ -173,7 +173,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """For Shardy: all batch axes are sharded alike, and no other axis is sharded."""
+    """Return the rule for XLA's partitioner Shardy: all batch axes are sharded alike, and no other axis is sharded."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

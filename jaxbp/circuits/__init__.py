@@ -1,1 +1,1 @@
-"""Hardened circuits, netlists, and their C and Verilog sources."""
+"""Circuits of gates with fixed functions, netlists, and their C and Verilog sources."""

@@ -278,8 +278,8 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place. It returns 0, or 1 if there is no
-        memory. `pack_grid(states)[:, i]` is grid i of a batch in this layout.
+        The function advances `state[channels][height][(width + 63) / 64]` in place. It returns 0, or 1 if an
+        allocation fails. `pack_grid(states)[:, i]` is grid i of a batch in this layout.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -335,7 +335,8 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of each cell's circuit, packed as x is: `(9 * channels, batch, height, words)`."""
+    """Return the 3 x 3 neighborhood of each cell in x `(channels, batch, height, words)`, packed like x with 64 cells per
+    word: `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

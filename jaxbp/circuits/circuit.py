@@ -1,4 +1,4 @@
-"""Hardened layers of gates, evaluated with bitwise operations on words of 32 samples."""
+"""Hardened layers of gates (each gate has one fixed function), evaluated with bitwise operations on words of 32 samples."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -73,9 +73,9 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Return `c0 + c1 * a + c2 * b + c3 * a * b` modulo 2 for each bit of a and b, with c0 to c3 of each gate.
+    """Apply each gate's function, `c0 + c1 * a + c2 * b + c3 * a * b` modulo 2, to each bit of a and b.
 
-    The axes of `gates`, the functions' numbers, are the leading axes of a and b.
+    `gates` has the functions' numbers, which determine c0 to c3. Its axes are the leading axes of a and b.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
@@ -151,13 +151,13 @@ class Circuit(ByContent):
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Bit k of `x[i * words + w]` is input i of sample `32 * w + k`, and y has the same layout. The function returns
-        0, or 1 if there is no memory. Fewer than 16 words take as long as 16.
+        0, or 1 if an allocation fails. Fewer than 16 words take as long as 16.
 
         Args:
           classes: the number of classes. The outputs form one group of equal size per class, and a sample's class is
             the first group with the most ones. If given, the source has two more functions.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
-            `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if there is no memory.
+            `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if an allocation fails.
         """
         check_c("Circuit", name, classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1

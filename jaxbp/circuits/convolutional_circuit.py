@@ -139,7 +139,7 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return one netlist with a copy of the simplified kernels per position, the pools, and the simplified layers.
+        """Return one netlist: a copy of the simplified kernels per window position, the pools, and the simplified layers.
 
         `Netlist.simplify` simplifies it further, but takes long for many gates.
         """
@@ -209,9 +209,10 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """An image in the memory of the C code. Each element of the image is one row of that memory (see `Table`).
+    """An image in the memory of the C code. A row of memory holds one element of the image, for 512 samples.
 
     Attributes:
+      first: the row of the first element.
       shape: the shape with padding.
       corner: the padding above and to the left.
     """
@@ -221,7 +222,8 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the row of each element without padding, counted from `first`. `shape` excludes padding."""
+        """Return the memory row of each element inside the padding, counted from the image's first row. `shape` is the
+        image's shape without padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 

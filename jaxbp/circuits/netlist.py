@@ -48,11 +48,12 @@ class Netlist(ByContent):
 
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
-        """Make a netlist from gates, each of which comes after the gates that it reads.
+        """Make a netlist from gates, each after the gates that it reads. In a, b, and `outputs`, i means input i, and
+        `inputs + g` means gate g.
 
         Raises:
-          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; a function is not from 0
-            to 15; a gate does not read earlier sources; or an output is not a source.
+          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is not in its
+            range.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -175,9 +176,9 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` per group, the row of each output, and the number of rows.
+        """Return tables for the C source, one per group of gates with equal depth and function.
 
-        Outputs' rows are counted from `first`, the first input's row.
+        Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -189,7 +190,8 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates by the first block of outputs that needs them, so that a block fits into the CPU's cache."""
+        """Divide the outputs into blocks, and sort the gates by the first block that needs them. The values of one
+        block's gates then fit into the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -201,7 +203,7 @@ class Netlist(ByContent):
         return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
 
     def to_verilog(self, name: str = "circuit") -> str:
-        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`."""
+        """Return a Verilog module as described in `Circuit.to_verilog`."""
         check_verilog("Netlist", name)
         names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
         expressions = self.expressions(names, "1'b0", "1'b1")
@@ -210,7 +212,8 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return each source's row of memory, which is reused after the source's last read, and the number of rows."""
+        """Return the memory row of each input and gate, and the number of rows. A row is reused after its value's last
+        read."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -235,16 +238,17 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with the functions `gates` that read the sources a and b, and return the gates' sources."""
+        """Add gates with the functions `gates` that read the inputs or gates with the numbers a and b. Return the new
+        gates' numbers."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per row of `inputs`, which has the sources that the copy reads.
+        """Add one copy of a netlist's gates per vector of `inputs`, the numbers of the inputs or gates that the copy reads.
 
-        Return the sources of the copies' outputs, `(*places, outputs)`.
+        Return the numbers of the gates or inputs that are the copies' outputs, `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -258,11 +262,11 @@ class GateList:
 
 
 class _Builder:
-    """A simplified netlist, to which gates are added.
+    """A netlist that is simplified while gates are added.
 
     Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
-    and literal `2 * n + 1` its inversion. A gate depends on both its nodes, has the lower node first, and is 0 if both
-    are 0.
+    and literal `2 * n + 1` its inversion. A gate reads two nodes, the lower node first, depends on both, and is 0 if
+    both are 0.
     """
 
     def __init__(self, inputs: int):
@@ -276,7 +280,8 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return a literal that equals `function` of the literals a and b. Add a gate if no such literal exists."""
+        """Return the literal (a node or its inversion) that equals `function` of the literals a and b. Add a gate if
+        there is no such literal."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace nodes by the nodes that they read, if at most two nodes remain.
@@ -299,7 +304,8 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return a literal's truth table, 0 to 15, as a function of two nodes."""
+        """Return the number, 0 to 15, of the function of the nodes `first` and `second` that a literal (a node or its
+        inversion) computes."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -316,7 +322,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's variables (leaves) and truth table, or None if there are too many leaves."""
+        """Return the variables (inputs or other gates) and the truth table of a gate, or None for more than ten variables."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -332,7 +338,8 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with one output per literal. A gate is inverted if only its inversion is an output."""
+        """Return a netlist with one output per literal, which is a node or its inversion. If only the inversion of a gate
+        is an output, the gate computes the inversion."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

@@ -249,8 +249,8 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function that do not read each other.
 
-    A row of memory holds one gate's results for a block of samples. The columns of `gates` are the row of each gate's
-    result, counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
+    The C code's memory has one row per value, for 512 samples. The columns of `gates` are the row of each gate's result,
+    counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
     """
 
     function: int
@@ -260,7 +260,8 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function of `(const uint32_t *x, uint32_t *y)`, which point to the rows `reads` and `writes`."""
+    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which point to rows `reads` and `writes` of the
+    circuit's memory."""
 
     function: str
     reads: int
@@ -279,8 +280,8 @@ def c_of_tables(
 ) -> str:
     """Return C99 source as described in `Circuit.to_c`.
 
-    The first of the `rows` rows of memory (see `Table`) hold the inputs. The others are initially 0. `outputs` has the
-    row of each output, counted from row `last`.
+    The C code's memory has `rows` rows, one per value. The first rows hold the inputs, and the others are initially 0.
+    `outputs` has the row of each output, counted from row `last`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

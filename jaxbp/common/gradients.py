@@ -18,7 +18,7 @@ class _Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The structures, shapes, and dtypes of a function's arguments."""
+    """The structures, shapes, and dtypes of an op's arguments, to which its gradients must correspond."""
 
     leaves: tuple[_Leaf, ...]
     structure: Any
@@ -79,13 +79,13 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Return the gradients with respect to arguments that have a floating leaf: a tuple, or the only gradient."""
+    """Return the gradients of the arguments that have a floating leaf: a tuple, or one gradient without a tuple."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the gradients that `of_floating` selects, computed by autodiff. A leaf that is not floating has the
+    """Compute gradients of `function` by autodiff for the arguments that have a floating leaf. Other leaves have the
     gradient None."""
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]

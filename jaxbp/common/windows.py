@@ -77,7 +77,7 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Return `padding` as (before, after) per axis. `window` includes dilation."""
+    """Return `padding` as one pair (before, after) per axis. `window` is the size with the gaps of dilation."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
@@ -125,7 +125,8 @@ class PoolOptions(TypedDict, total=False):
 def pool_windows(
     op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
-    """Return a pool's windows, and the padding without `ceil_mode`. `shape` ends in height and width."""
+    """Return a pool's windows, and its padding before `ceil_mode` increases it. The input's `shape` ends in height and
+    width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
         raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants only options among {known}")
@@ -152,8 +153,8 @@ def unsupported(windows: Windows) -> str | None:
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return an axis's padding, increased so that a last, partial window fits, unless it would start after the
-    input."""
+    """Return one axis's padding for `ceil_mode`, increased so that a last, partial window fits, unless it would start
+    after the input. `reach` is the window's size with dilation."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:

@@ -43,7 +43,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates, with logits `(*shape, parameters)`."""
+    """Base class of layers of gates of any `shape`, with logits `(*shape, parameters)`."""
 
     def __init__(
         self,
@@ -133,5 +133,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return a circuit, without the sums over groups, in which each gate computes its most probable function."""
+        """Return a circuit, without the sums over outputs, in which each gate computes its most probable function."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)
