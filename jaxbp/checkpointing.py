@@ -1,7 +1,7 @@
 """Backpropagation through many steps with bounded memory.
 
 The policy "logarithmic" divides the steps into n segments of about log2(steps) steps, and keeps the states before about
-log2(n) segments, which binomial checkpointing selects.
+log2(n) segments, by binomial checkpointing.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Compute `state = step(state, t)` for each step t. Return the last state and, for `reverse_scan`, `keep(state)` before
-    the steps that the policy `memory` selects. `memory` is not "all"."""
+    """Compute `state = step(state, t)` for each step t. Return the last state and, for `reverse_scan`, `keep(state)`
+    before the steps that the policy `memory`, which is not "all", selects."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)
@@ -76,7 +76,7 @@ def advance(
 def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, and return the last carry. The state
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. Return the last carry. The state
     before step t is recomputed from `kept`, the second result of `advance`."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -129,8 +129,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after `step_backward` of steps `start + length - 1` to `start`. `state` is the state before step
-    `start`, from which `step` recomputes the others."""
+    """Return the carry after the backward of `length` steps, given the state before the first step, `start`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -151,10 +150,10 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan for the backward of n segments of steps, from the last to the first, in memory for a few states (slots).
+    """A plan for the backward of n segments of steps, last segment first, in memory for a few states (slots).
 
     Attributes:
-      slots: the number of slots. An extra slot receives states that are not kept.
+      slots: their number. An extra slot receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
         segment that begins with this state, and the first index in `slots_on_the_way`.
@@ -195,7 +194,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Plan the backward of the segments `high - 1` to `low`. Slot `depth` has the state before segment `low`."""
+        # Slot `depth` has the state before segment `low`.
         while high - low > 1 and depth + 1 < slots:
             # The remaining slots and `repeats` recomputations suffice for this many segments.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
@@ -214,7 +213,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     """Return the function that applies the layers in order, with a gradient that needs less memory.
 
     Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
-    layers are kept for the gradient. The others are recomputed. For n layers with inputs of c bytes, a gradient needs
+    layers are kept for the gradient. For n layers with inputs of c bytes, a gradient needs
     the intermediate results of one layer, and::
 
         memory         bytes                                     each layer is recomputed
@@ -272,7 +271,7 @@ def checkpointed_scan(
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory, also for arrays that f closes
     over.
 
-    The policy `memory` decides before which steps the carry is kept for the gradient. The other carries are recomputed.
+    The policy `memory` decides before which steps the carry is kept for the gradient.
     For T steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
 
         memory         carries kept                       bytes                           each step is recomputed

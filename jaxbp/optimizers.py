@@ -124,8 +124,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as an Optax transformation and as a kernel. `numbers` has the hyperparameters that are not arrays. The
-    methods get the other hyperparameters as the argument `arrays`."""
+    """AdamW as an Optax transformation and as a kernel. `numbers` has the hyperparameters that are not arrays, and
+    the methods' argument `arrays` has the other hyperparameters."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -166,8 +166,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return the update's scalars that may differ per step: bias corrections, hyperparameters that are arrays, a
-        scheduled learning rate, and `finite`."""
+        # known only when the step runs
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -213,8 +212,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """Group the parameters by dtypes and by `decaying`, which is whether their weights decay. For each group, yield this
-    flag, the parameters' indices, and the lists `([parameters, *moments], [gradients])`."""
+    """For each group of parameters with equal dtypes and equal flags `decaying`, for weight decay, yield the flag, the
+    parameters' indices, and the lists `([parameters, *moments], [gradients])`."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])
@@ -227,8 +226,8 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `kernel` on a GPU, and `plain`, the same function in jnp, elsewhere and under `vmap`,
-    where arrays may not be aligned for a kernel."""
+    """Call `kernel` on a GPU, and the equivalent `plain` elsewhere and under `vmap`, where arrays may not be aligned
+    for a kernel."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

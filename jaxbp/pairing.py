@@ -434,8 +434,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Apply `checkpoint_name` to the residuals `saved`, except for arguments of the op. A residual that is also in the
-    result y is replaced there, too."""
+    # A residual may also be in the result y.
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

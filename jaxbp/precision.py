@@ -87,15 +87,15 @@ class Policy:
         return ",".join(f"{name}={getattr(self, field)}" for name, field in NAMES.items())
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """Cast the floating arrays of the tree to `param_dtype`."""
+        """Cast floating arrays to `param_dtype`."""
         return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """Cast the floating arrays of the tree to `compute_dtype`."""
+        """Cast floating arrays to `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """Cast the floating arrays of the tree to `output_dtype`."""
+        """Cast floating arrays to `output_dtype`."""
         return _cast(tree, self.output_dtype)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes along which devices divide the arguments of a kernel. Results without a batch axis are summed over devices.
+    """The axes along which devices divide a kernel's arguments. Results without such an axis are summed over devices.
 
     Attributes:
       of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.
@@ -36,8 +36,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares a kernel's batch axes: axis 0 of the arguments at positions `places`. It declares
-    none if argument `places[0]` has at most `features` axes, and so no batch axis."""
+    """Return a function that declares a kernel's batch axes: axis 0 of the arguments at positions `places`, or none if
+    argument `places[0]` has at most `features` axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -132,7 +132,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Call the function with one device's arrays. Trace and lower it without the mesh that `jax.set_mesh` may set."""
+    """Call the function, lowered without the mesh that `jax.set_mesh` may set, because it runs on one device."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():

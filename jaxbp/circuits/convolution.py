@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The convolution windows that one pool window combines: their offsets `(rows, columns)` in the image."""
+        """The offsets `(rows, columns)` in the image of the convolution windows that one pool window combines."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -65,7 +65,7 @@ class Convolution(ByContent):
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return one netlist of all kernels. Its inputs are one convolution window of all channels in row-major order."""
+        """Return one netlist of all kernels. Its inputs are one convolution window, in row-major order."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -75,8 +75,8 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the output of each kernel, a binary tree of gates, for the tree's inputs `values (kernels, inputs, ...)`.
-        `of_gates(gates, a, b)` evaluates one level of the trees."""
+        """Return the outputs of the kernels, binary trees of gates, for `values (kernels, inputs, ...)`. `of_gates`
+        evaluates one level of the trees."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -84,10 +84,10 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Gather elements of all convolution windows in the padded image x, one array per window of a pool window.
+        """Gather elements of the padded image x, one array per convolution window that a pool window combines.
 
-        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns within a window. Each returned
-        array is `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
+        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Each
+        returned array is `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -102,8 +102,8 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of the netlist `kernels` per position of the window, and the gates of the or-pool.
 
-        x has, for each bit of the image, the number of the input or gate in `gates` that computes it. Return these
-        numbers for the pooled image.
+        x has the number of the input or gate in `gates` that is each bit of the image. Return these numbers for the
+        pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

@@ -120,7 +120,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed, in NumPy or within `jax.jit`."""
+        """Return the packed outputs of packed samples, as in `Circuit.evaluate`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -139,7 +139,7 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return one netlist: a copy of the simplified kernels per window position, the pools, and the simplified layers.
+        """Return one netlist: the simplified kernels, copied to each position, the pools, and the simplified layers.
 
         `Netlist.simplify` simplifies it further, but takes long for many gates.
         """
@@ -222,8 +222,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the memory row of each element inside the padding, counted from the image's first row. `shape` is the
-        image's shape without padding."""
+        # counted from `first`
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 

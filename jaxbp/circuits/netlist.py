@@ -21,7 +21,7 @@ FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for exp
 GATES_AT_A_TIME = 4096
 """The number of gates whose values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
-"""The largest number of variables (leaves) of a truth table in `Netlist.simplify`."""
+"""The most variables (leaves) of a truth table."""
 _LEAF = np.array([False, True])
 
 
@@ -176,9 +176,9 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return tables for the C source, one per group of gates with equal depth and function.
+        """Return the C source's tables, one per group of gates; the memory row of each output; and the number of rows.
 
-        Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
+        Outputs' rows are counted from `first`, the first input's row.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -190,8 +190,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort the gates by the first block that needs them. The values of one
-        block's gates then fit into the CPU's cache."""
+        """Divide the outputs into blocks, and sort the gates by the first block that needs them, for the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -212,8 +211,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return the memory row of each input and gate, and the number of rows. A row is reused after its value's last
-        read."""
+        # A row of memory is reused after its value's last read.
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -246,9 +244,9 @@ class GateList:
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per vector of `inputs`, the numbers of the inputs or gates that the copy reads.
+        """Add a copy of a netlist's gates per vector of `inputs`, the numbers of the inputs or gates that it reads.
 
-        Return the numbers of the gates or inputs that are the copies' outputs, `(*places, outputs)`.
+        Return the numbers of the copies' outputs, `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -280,8 +278,8 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return the literal (a node or its inversion) that equals `function` of the literals a and b. Add a gate if
-        there is no such literal."""
+        """Return the literal (node or inverted node) that equals `function` of the literals a and b. Add a gate if no
+        such literal exists."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace nodes by the nodes that they read, if at most two nodes remain.
@@ -304,8 +302,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the number, 0 to 15, of the function of the nodes `first` and `second` that a literal (a node or its
-        inversion) computes."""
+        """Return the number of the function, 0 to 15, by which a literal depends on the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -322,7 +319,6 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return the variables (inputs or other gates) and the truth table of a gate, or None for more than ten variables."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -338,13 +334,12 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with one output per literal, which is a node or its inversion. If only the inversion of a gate
-        is an output, the gate computes the inversion."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):
             if node in live:
                 live.update(self._sources(node))
+        # A gate is inverted if only its inversion is an output.
         turned = (inverted - plain) & self.gates.keys()
         source_of = {2 * (1 + i): i for i in range(self.inputs)}  # literal -> source
         gates = []

@@ -249,8 +249,8 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function that do not read each other.
 
-    The C code's memory has one row per value, for 512 samples. The columns of `gates` are the row of each gate's result,
-    counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
+    The C code's memory has one row per value, for 512 samples. The columns of `gates` are the row of each gate's
+    result, counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
     """
 
     function: int
@@ -280,7 +280,7 @@ def c_of_tables(
 ) -> str:
     """Return C99 source as described in `Circuit.to_c`.
 
-    The C code's memory has `rows` rows, one per value. The first rows hold the inputs, and the others are initially 0.
+    The C code's memory has `rows` rows, one per value. The first hold the inputs. The others are initially 0.
     `outputs` has the row of each output, counted from row `last`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])

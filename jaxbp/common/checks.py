@@ -39,7 +39,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require that `a` has the shape `wanted`, where "batch" allows any size, and any other string any size except 0."""
+    """Require that `a` has the shape `wanted`, where "batch" is any size, and any other string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -122,7 +122,7 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return the mask `where` as an array. It must broadcast to the first of `shapes` with its number of axes, or to
+    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes as `where`, or to
     `shapes[0]` if there is none."""
     if where is None:
         return None
@@ -159,7 +159,7 @@ def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
 
 
 def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
-    """Return the argument, a number in [low, high] or an array of shape (), whose range is not checked."""
+    """Return a number in [low, high], or an array of shape (), whose range is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
     if value.shape != ():

@@ -18,7 +18,7 @@ class _Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The structures, shapes, and dtypes of an op's arguments, to which its gradients must correspond."""
+    """The structures, shapes, and dtypes of an op's arguments, which its gradients must match."""
 
     leaves: tuple[_Leaf, ...]
     structure: Any

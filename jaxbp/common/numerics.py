@@ -36,8 +36,8 @@ def wide(dtype: DTypeLike) -> DTypeLike:
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
-    """Return the mean of the elements where `where` is True, and the mean's rounding error `rest`. Deviations
-    `(a - mean) - rest` keep their digits even if the mean is large."""
+    """Return the mean of the elements where `where` is True, and its rounding error, `rest`. Deviations
+    `(a - mean) - rest` keep their digits even for a large mean."""
     # `mean + rest` does not depend on `mean`, so `mean` needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)

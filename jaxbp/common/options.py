@@ -10,7 +10,7 @@ REMEMBERED = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """An op's options as a key of a cache. It distinguishes equal values of different types, such as 2 and 2.0."""
+    """An op's options as a cache key that distinguishes equal values of different types, such as 2 and 2.0."""
 
     values: Mapping[str, Any]
 
@@ -33,6 +33,6 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Cache the functions that `build` returns. Equal arguments must give the same function object, because JAX finds
-    its cached traces by a function's identity."""
+    """Cache the functions that `build` returns. Equal arguments must give the same function, because JAX finds its
+    traces by a function's identity."""
     return functools.lru_cache(REMEMBERED)(build)

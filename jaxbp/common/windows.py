@@ -77,7 +77,7 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Return `padding` as one pair (before, after) per axis. `window` is the size with the gaps of dilation."""
+    """Return `padding` as one pair (before, after) per axis. `window` is the dilated window's size."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
@@ -153,8 +153,8 @@ def unsupported(windows: Windows) -> str | None:
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return one axis's padding for `ceil_mode`, increased so that a last, partial window fits, unless it would start
-    after the input. `reach` is the window's size with dilation."""
+    """Return one axis's padding for `ceil_mode`, which fits a last, partial window, unless it would start after the
+    input. `reach` is the dilated window's size."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:

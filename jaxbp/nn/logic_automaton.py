@@ -108,8 +108,6 @@ class LogicAutomaton(nnx.Module):
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates to the netlist. `sources (inputs, ...)` are the numbers of the netlist's inputs or gates
-            that the layer reads. Return the new gates' numbers, `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

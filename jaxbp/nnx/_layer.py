@@ -24,7 +24,7 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """In a subclass's signature, replace `**options` by the arguments of Flax and the keywords that jaxbp adds."""
+        """In a subclass's signature, replace `**options` by the arguments of Flax and the keywords of jaxbp."""
         super().__init_subclass__(**keywords)
         if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
             parameters = _parameters(cls)
@@ -35,12 +35,12 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return, for each option of Flax's constructor that the op lacks, whether it is in use."""
+        """Map each constructor option that the op lacks to whether it is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether Flax computes a call, because the op lacks the arrays' dtypes, an option of the constructor, or an
-        option that is true in `arguments`."""
+        """Return whether Flax computes a call, because the op lacks the arrays' dtypes, an option of the constructor, or
+        an option that is true in `arguments`."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
@@ -52,7 +52,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a layer's call. `lacking` maps each option that the op lacks to whether it is in use.
+    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
 
     Raises:
       NotImplementedError: Flax would compute the call, but the implementation is "pallas" or "xla".
