@@ -175,7 +175,7 @@ class ConvolutionalCircuit(ByContent):
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
-        """Return Verilog of the module `{name}`, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
+        """Return Verilog, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y` of the module `{name}`.
 
         Args:
           pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an

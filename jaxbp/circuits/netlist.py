@@ -176,7 +176,7 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the C source's tables, one per group of gates; the memory row of each output; and the number of rows.
+        """Return the C code's tables, one per group of gates; each output's memory row; and the number of rows.
 
         Outputs' rows are counted from `first`, the first input's row.
         """
@@ -190,7 +190,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort the gates by the first block that needs them, for the CPU's cache."""
+        """Divide the outputs into blocks, and sort gates by the first block that needs them, for the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)

@@ -122,8 +122,8 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes as `where`, or to
-    `shapes[0]` if there is none."""
+    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes as `where`, or else
+    to `shapes[0]`."""
     if where is None:
         return None
     where = array(op, "where", where)

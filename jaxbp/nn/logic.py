@@ -18,7 +18,6 @@ from jaxbp.ops.logic.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
-"""A function that makes wires from `(inputs, gates, seed)`, such as `Wires.unique`."""
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
@@ -32,7 +31,7 @@ def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -
 
 
 class GateOptions(TypedDict, total=False):
-    """The keyword arguments of every layer of gates (see `LogicLayer`). Only `rngs` is required."""
+    """The keyword arguments of every layer of gates (see `LogicLayer`)."""
 
     initialization: Literal["normal", "residual"]
     parametrization: Parametrization
@@ -98,7 +97,7 @@ class LogicNetwork(nnx.Module):
 
     Args:
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      wiring: the function `wiring(inputs, gates, seed)` makes the wires of a layer.
+      wiring: a function `wiring(inputs, gates, seed)` that makes the wires of a layer.
       options: as in `LogicLayer`.
 
     Raises:
