@@ -157,7 +157,7 @@ class _Schedule:
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
         segment that begins with this state, and the first index in `slots_on_the_way`.
-      slots_on_the_way: for each segment that is then recomputed, the slot for the state before it.
+      slots_on_the_way: for each recomputed segment, the slot for the state before it.
     """
 
     slots: int
@@ -185,7 +185,7 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Plan the backward of n segments of steps, with memory (slots) for few states.
+    """Plan the backward of n segments of steps, with memory for `slots` states, one per slot.
 
     Return `(segment, slot, start, stores)` per segment, last first: from the state before segment `start`, in the slot,
     recompute the steps up to `segment`. `stores` maps segments to slots that keep the states before them.
@@ -213,8 +213,8 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     """Return the function that applies the layers in order, with a gradient that needs less memory.
 
     Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
-    layers are kept for the gradient. For n layers with inputs of c bytes, a gradient needs
-    the intermediate results of one layer, and::
+    layers are kept for the gradient. For n layers with inputs of c bytes, a gradient needs the intermediate results of
+    one layer, and::
 
         memory         bytes                                     each layer is recomputed
         "all"          every intermediate result of every layer  never
@@ -271,8 +271,8 @@ def checkpointed_scan(
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory, also for arrays that f closes
     over.
 
-    The policy `memory` decides before which steps the carry is kept for the gradient.
-    For T steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
+    The policy `memory` decides before which steps the carry is kept for the gradient. For T steps with a carry of c
+    bytes, a gradient needs the intermediate results of one step, and::
 
         memory         carries kept                       bytes                           each step is recomputed
         "all"          as in JAX                          every result of every step      never

@@ -251,8 +251,7 @@ class Pair(Op[P, R]):
     """A pure function and its hand-written backward.
 
     Args:
-      forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None or a
-        pytree of arrays.
+      forward: `forward(*arrays, **options) -> y`, in jnp. An array may be None or a pytree of arrays.
       backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` of `(dy, *saved)`. "xla" is
         a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one gradient
         per array of the forward, or one array if there is only one. The gradient of an integer array is None or has

@@ -176,9 +176,9 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the C code's tables, one per group of gates; each output's memory row; and the number of rows.
+        """Return the C code's tables, one per group of gates with equal depth and function.
 
-        Outputs' rows are counted from `first`, the first input's row.
+        Also return each output's memory row, and the number of rows. Outputs' rows are counted from `first`, the first input's row.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -302,7 +302,8 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the number of the function, 0 to 15, by which a literal depends on the nodes `first` and `second`."""
+        """Return the number of the function, 0 to 15, by which a literal (node or inverted node) depends on the nodes
+        `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]

@@ -260,8 +260,8 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which point to rows `reads` and `writes` of the
-    circuit's memory."""
+    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which point to rows `reads` and `writes` of
+    memory."""
 
     function: str
     reads: int

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ByContent:
-    """Base class of frozen dataclasses that compare arrays by dtype, shape, and bits, so that `jax.jit` compiles once
+    """Base of frozen dataclasses that compare arrays by dtype, shape, and bits, so that `jax.jit` compiles once
     for equal static arguments. The arrays must not change. An object with a tracer, or an array partly on other hosts,
     is equal only to itself."""
 

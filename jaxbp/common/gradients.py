@@ -79,7 +79,7 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Return the gradients of the arguments that have a floating leaf: a tuple, or the gradient itself if there is one."""
+    """Return the gradients of the arguments that have a floating leaf: a tuple, or the only gradient itself."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 

@@ -153,8 +153,8 @@ def unsupported(windows: Windows) -> str | None:
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return one axis's padding for `ceil_mode`, which fits a last, partial window, unless it would start after the
-    input. `reach` is the dilated window's size."""
+    """Return one axis's padding, increased for `ceil_mode` so that a last, partial window fits, unless it would start
+    after the input. `reach` is the dilated window's size."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:

@@ -42,7 +42,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates of any `shape`, with logits `(*shape, parameters)`."""
+    """Base class of layers of gates, with logits `(*shape, parameters)`."""
 
     def __init__(
         self,

@@ -8,8 +8,8 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 
 
 class Layer:
-    """A layer of Flax that calls an op of jaxbp. A subclass also inherits from the layer of Flax, and calls it instead
-    of the op if `_needs_flax` returns True."""
+    """A layer of Flax that calls an op of jaxbp. A subclass also inherits from the layer of Flax, which computes the
+    call if `_needs_flax` returns True."""
 
     implementation: Implementation
     __signature__: ClassVar[inspect.Signature]
