@@ -1,7 +1,7 @@
 """Backpropagation through many steps with bounded memory.
 
 The policy "logarithmic" divides the steps into n segments of about log2(steps) steps, and keeps the states before about
-log2(n) segments, by binomial checkpointing.
+log2(n) segments (binomial checkpointing).
 """
 
 import dataclasses

@@ -102,7 +102,7 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of the netlist `kernels` per position of the window, and the gates of the or-pool.
 
-        x has the number of the input or gate in `gates` that is each bit of the image. Return these numbers for the
+        x has the numbers of the inputs or gates in `gates` that are the image's bits. Return these numbers for the
         pooled image.
         """
         if any(map(any, self.padding)):

@@ -178,7 +178,7 @@ class Netlist(ByContent):
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """Return the C code's tables, one per group of gates with equal depth and function.
 
-        Also return each output's memory row, and the number of rows. Outputs' rows are counted from `first`, the first input's row.
+        Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -190,7 +190,8 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort gates by the first block that needs them, for the CPU's cache."""
+        """Divide the outputs into blocks, and sort the gates by the first block that needs them, so that a block's gates
+        fit into the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)

@@ -159,7 +159,7 @@ def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
 
 
 def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
-    """Return a number in [low, high], or an array of shape (), whose range is not checked."""
+    """Return `value`, a number in [low, high] or an array of shape (), whose range is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
     if value.shape != ():
