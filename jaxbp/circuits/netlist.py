@@ -190,8 +190,8 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort the gates by the first block that needs them, so that a block's gates
-        fit into the CPU's cache."""
+        """Divide the outputs into blocks, and sort the gates by the first block that needs them, so that the block's
+        gates fit into the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)

@@ -141,7 +141,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return a circuit, without the sums of the class scores, in which each gate computes its most probable function."""
+        """Return a circuit, without class scores, in which each gate computes its most probable function."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 
