@@ -11,9 +11,10 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Return x and w, with the channels before the spatial axes, and the dict from `options_of`.
+    """Check the arguments of a convolution, and return x as NCHW or NCW, w as OIHW or OIW, and the other options.
 
-    If `layout` is None, x is NCHW, and w is OIHW.
+    `layout` has the layouts of x, w, and y. None means NCHW and OIHW. In the dict of options, stride, padding, and
+    dilation have one entry per spatial axis.
     """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     _, _, options = check_shapes(op, x, w, b, layout, **options)
@@ -43,7 +44,11 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require channels that fit `groups`. If `given`, the shape of x, fits with channels last, the error says so."""
+    """Raise an error unless the channels of x (axis 1) and w (axes 0 and 1) fit `groups`.
+
+    `given` is x's shape before its transpose to NCHW. If x was already NCHW, but its last axis fits, the error suggests
+    NHWC.
+    """
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

@@ -34,7 +34,7 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return the `matrix[(c, h, l), (k, i, j)]` that maps a flattened image x to y.
+    """Return the `matrix[(c, h, l), (k, i, j)]` for which a flattened image x times the matrix is the convolution y.
 
     An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
     """
@@ -61,13 +61,15 @@ _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
 """In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the most multiplications of the band per multiplication of the exact kernel. Only float32
-is measured."""
+"""Maps bytes per element to the most multiplications of the band per multiplication of the kernel without tensor cores.
+Only float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md). `width` is
-    the width of x."""
+    """Return whether `banded_input_gradient` is faster than the kernel without tensor cores.
+
+    `width` is the width of x. The measurements are in docs/lab/2026-11-25-lenet.md.
+    """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
@@ -90,8 +92,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of windows, dy is placed at the maxima
-    and multiplied by the matrix `_band`.
+    dy and `place`, the position of each pooling window's maximum, are `(K, P, Q, N)`. For each of P rows of windows,
+    dy is placed at the maxima, and one matrix product convolves it with the filters.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
@@ -112,8 +114,11 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]`, 0 outside of the filter, and its number
-    of rows i. It maps dy at position (r, s) of window q to dx at (i, j)."""
+    """Return a matrix that maps dy at position (r, s) of the q-th pooling window in a row to dx at (i, j).
+
+    Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the filter, with the axes (c, i, j) and
+    (k, r, s, q). Windows have S columns. Also return the number of rows i.
+    """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1
     i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]

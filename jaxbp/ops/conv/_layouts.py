@@ -1,6 +1,6 @@
 """Layouts of images and filters. XLA combines the transposes to NCHW and OIHW with the convolution.
 
-A layout lists the axes in the order NCHW or OIHW. NHWC images have the layout (0, 3, 1, 2).
+A layout is the permutation that transposes to NCHW or OIHW. NHWC images have the layout (0, 3, 1, 2).
 """
 
 from collections.abc import Sequence

@@ -25,9 +25,9 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Return each window's number of positions in the input or in the padding `counted`.
+    """Return each window's number of positions in the input or in its padding `counted`, (before, after) per axis.
 
-    The shape is `(1, 1, P, Q)`. If all numbers are equal, return one int.
+    The shape is `(1, 1, out_height, out_width)`. If all numbers are equal, return one int.
     """
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)

@@ -47,7 +47,7 @@ def max_and_indices(x, *, windows):
 
 
 def _first_inside(windows):
-    """Return the index of each window's first position that is not in the padding, `(P, Q)`."""
+    """Return each window's first row-major position that is not in the padding, `(out_height, out_width)`."""
     # A window of only -inf selects this position.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
@@ -71,7 +71,7 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """For each window, return the element of x at the position in `indices`, or 0 if it is outside of the window."""
+    """For each window, return the element of x, padded with `fill`, at its index, or 0 if that exceeds the window."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 

@@ -47,7 +47,7 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """For each token, sum `values` over its run (adjacent equal `rows`) up to this token."""
+    """Return cumulative sums of `values` over sorted tokens, restarted wherever `rows`, the tokens' table rows, changes."""
     # Each pass doubles the number of tokens that a sum contains.
     token = jnp.arange(rows.shape[0])
 
@@ -74,7 +74,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the same gradient as `_sums_of_runs`, but by a scatter, which JAX can differentiate."""
+    """Compute the table's gradient by a scatter, which JAX can differentiate, unlike the loop in `_sums_of_runs`."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)

@@ -29,7 +29,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals that the formula saves. `hidden` has the outputs of each hidden layer, one row per example."""
+    """Residuals saved without kernels. `hidden` has one matrix per hidden layer: its outputs, one row per example."""
 
     x: Array
     labels: Array
@@ -85,12 +85,12 @@ def _gradients(dy, saved, *, precision):
     return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
 
 
-# A wide row has one example's outputs of a hidden layer, then 1, then zeros for the tensor cores. dzᵀ times the wide
-# rows has the columns of dw, then db.
-
-
 class WideRows(NamedTuple):
-    """Residuals as in `Rows`, but `hidden` has wide rows. Zeros pad the batch to a multiple of `LANES`."""
+    """Residuals of the forward kernel for large batches. Zeros pad the batch to a multiple of `LANES`.
+
+    In `hidden`, the wide rows have one example's outputs of a hidden layer, then 1, then zeros for the tensor cores.
+    dzᵀ times these rows has the columns of dw, then db.
+    """
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
 
@@ -102,7 +102,11 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals as in `WideRows`, but with the gradients of each example's loss instead of the logits."""
+    """Residuals of the forward kernel for small batches.
+
+    They are as in `WideRows`, but instead of the logits, they have the gradients of each example's loss with respect to
+    the logits, the hidden layers, and x.
+    """
 
     # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0.
 

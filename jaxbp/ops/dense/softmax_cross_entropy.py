@@ -51,7 +51,10 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Remove the effect of excluded elements. A label that is an excluded class becomes invalid."""
+    """Replace logits and labels that `where` excludes by values that do not affect the loss.
+
+    An integer label that is an excluded class becomes invalid.
+    """
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -94,7 +97,7 @@ def nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
-    """Mask the classes with weight 0 and logit -inf, whose loss term is 0, not NaN."""
+    """Return True for classes with weight 0 and log-probability -inf. Their term of the loss is 0, not NaN."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 

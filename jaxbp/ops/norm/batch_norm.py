@@ -28,7 +28,7 @@ def _along(a, x, channel_axis):
 
 
 def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
-    """Return ((y, mean, var), residuals). With `wide`, mean and var are not rounded."""
+    """Return ((y, mean, var), residuals). Without `wide`, mean and var are rounded to x's dtype."""
     over = _over(x, channel_axis)
     mean, rest = mean_and_rest(x, over)
     centred = (upcast(x) - mean) - rest
@@ -64,7 +64,11 @@ def _terms(dy, x, mean, rest):
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`."""
+    """Return ((a, b, c), dscale, dbias) per channel, where `dx = a dy + b (x - mean) + c`.
+
+    The sums of dy and `dy (x - mean)` are over `count` elements. `dys` are the gradients with respect to y, mean, and
+    var.
+    """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s

@@ -37,7 +37,7 @@ def _first(x):
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std) per row, with offset None without `center`.
+    """Return (offset, inv_std) per row, with `inv_std = 1 / sqrt(var + eps)`, for RMSNorm with offset None.
 
     The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
     """
@@ -80,7 +80,11 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. Without `with_y`, y is None."""
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider.
+
+    y is the result of the forward, or None without `with_y`. `offset` and `inv_std` come from `row_statistics`, or are
+    None to compute them here.
+    """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
@@ -149,7 +153,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Without a forward, the backward computes offset and inv_std from x."""
+    # Without a forward, the backward computes offset and inv_std from x.
     return x, scale, None, None
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and a dense layer in one op. x̂ has the normalized rows before scale and bias."""
+"""LayerNorm and a dense layer in one op. x̂ is x after normalization, before scale and bias."""
 
 import functools
 import math
@@ -66,7 +66,8 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the forward keeps x̂ instead of x. In float16, `w * scale` could lose digits."""
+    """Return whether the forward saves the normalized rows x̂ instead of x, and multiplies them by `w * scale`."""
+    # In float16, `w * scale` could lose digits.
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -195,7 +196,7 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return the default of `layer_norm`, but avoid "autodiff" where it would sum db in half precision."""
+    """Return `layer_norm`'s default implementation, but avoid "autodiff" where it would sum db in half precision."""
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm

@@ -48,7 +48,10 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, in jnp and as a kernel."""
+    """Return the "xla" and "pallas" backwards with the gradient `formula(dy, a, *statistics(a, axis), **options)`.
+
+    In `statistics`, which reduces a over `axis`, elements that `where` excludes have the value `excluded`.
+    """
     # The statistics are recomputed from a, because the forward's result is rounded.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
@@ -114,7 +117,7 @@ def included_count(where, shape, axis, keepdims):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `largest_and_total`, with total 1 where all elements are -inf, so that the gradient is 0."""
+    """Return `max(a)` and `Σ exp(a - max(a))`, but 1 where all elements are -inf, so that the gradient is 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
@@ -140,7 +143,7 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return each element's row-major index among the elements with the same result."""
+    """Return each element's row-major index over the reduced axes, with size 1 along other axes."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 

@@ -73,7 +73,7 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return two numbers with the sum `a * b`. The first is the exact product of both upper halves."""
+    """Return `a * b` as two float32 numbers to add. The first is the exact product of a and b truncated to 12 bits."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)

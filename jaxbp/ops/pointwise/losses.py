@@ -48,7 +48,7 @@ def _x_log_y(x, y):
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x * log`, but 0 where `at_zero`, with derivative -inf with respect to x."""
+    """Return `x * log`. Where `at_zero`, it is 0, and its derivative with respect to x is -inf."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
