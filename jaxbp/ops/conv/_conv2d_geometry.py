@@ -13,7 +13,7 @@ def flip_and_swap(w, groups):
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding (before, after) per axis of dy, spaced out by the stride, for which dx has the size of x."""
+    """Return the padding per axis of dy, spaced out by the stride, for which dx has the size of x."""
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -23,10 +23,7 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding (before, after) per axis with which x ends at the last element that a filter reads.
-
-    It is negative where x is cropped.
-    """
+    """Return the padding (negative to crop) per axis with which x ends at the last element that a filter reads."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

@@ -134,10 +134,7 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return (width_axis, x_layout, y_layout): the axis of the width, and permutations that transpose x and y.
-
-    If x is NCW, the permutations give NCW, and width_axis is 2. Otherwise, they give NWC, and width_axis is 1.
-    """
+    """Return the width's axis, 2 or 1, and the permutations that transpose x and y to NCW if x is NCW, else to NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

@@ -66,10 +66,8 @@ Only float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the kernel without tensor cores.
-
-    `width` is the width of x. The measurements are in docs/lab/2026-11-25-lenet.md.
-    """
+    """Return whether `banded_input_gradient` is faster than the kernel without tensor cores
+    (docs/lab/2026-11-25-lenet.md). `width` is the width of x."""
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
@@ -116,8 +114,8 @@ def banded_input_gradient(
 def _band(w, Q, W, window):
     """Return a matrix that maps dy at position (r, s) of the q-th pooling window in a row to dx at (i, j).
 
-    Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the filter, with the axes (c, i, j) and
-    (k, r, s, q). Windows have S columns. Also return the number of rows i.
+    Its axes are (c, i, j) and (k, r, s, q). Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the
+    filter. Also return the number of rows i.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

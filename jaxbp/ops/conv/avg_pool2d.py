@@ -25,7 +25,7 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Return each window's number of positions in the input or in its padding `counted`, (before, after) per axis.
+    """Return each window's number of positions in the input or in its padding `counted`.
 
     The shape is `(1, 1, out_height, out_width)`. If all numbers are equal, return one int.
     """

@@ -47,7 +47,7 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """Return cumulative sums of `values` over sorted tokens, restarted wherever `rows`, the tokens' table rows, changes."""
+    """Return cumulative sums of `values` over tokens, restarted wherever `rows`, the tokens' table rows, changes."""
     # Each pass doubles the number of tokens that a sum contains.
     token = jnp.arange(rows.shape[0])
 

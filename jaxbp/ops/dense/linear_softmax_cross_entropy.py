@@ -36,9 +36,6 @@ KERNEL_CLASSES = 1024
 """On GPUs, the kernels are the default from this number of classes on (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
-# Below, x is (rows, features), and the boolean array `kept` is True for each row that counts.
-
-
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     # On a mesh that divides the classes, this sum is an all-reduce, but a gather would need all logits.
@@ -71,10 +68,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return one loss per row, 0 where `kept` is False, and dlogits, or None if dy is None.
-
-    `kernel` is True to use kernels instead of formulas.
-    """
+    """Return one loss per row, 0 where `kept` is False, and dlogits, or None if dy is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -122,10 +116,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of the arrays, of `size` rows each.
-
-    If `size` is None, call `step` once.
-    """
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows; only one chunk if `size` is None."""
     # Rows i, i + chunks, ... form chunk i, so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)

@@ -88,8 +88,8 @@ def _gradients(dy, saved, *, precision):
 class WideRows(NamedTuple):
     """Residuals of the forward kernel for large batches. Zeros pad the batch to a multiple of `LANES`.
 
-    In `hidden`, the wide rows have one example's outputs of a hidden layer, then 1, then zeros for the tensor cores.
-    dzᵀ times these rows has the columns of dw, then db.
+    Each row of `hidden` has one example's outputs of a hidden layer, then 1, then zeros. dzᵀ times the rows has the
+    columns of dw, then db.
     """
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
@@ -102,11 +102,8 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the forward kernel for small batches.
-
-    They are as in `WideRows`, but instead of the logits, they have the gradients of each example's loss with respect to
-    the logits, the hidden layers, and x.
-    """
+    """Residuals of the forward kernel for small batches: instead of the logits, the gradients of each example's loss
+    with respect to the logits, the hidden layers, and x."""
 
     # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0.
 

@@ -51,10 +51,7 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Replace logits and labels that `where` excludes by values that do not affect the loss.
-
-    An integer label that is an excluded class becomes invalid.
-    """
+    """Replace logits and labels that `where` excludes. A label that is an excluded class becomes an invalid label."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -97,7 +94,7 @@ def nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
-    """Return True for classes with weight 0 and log-probability -inf. Their term of the loss is 0, not NaN."""
+    """Return where the weight is 0 and the log-probability is -inf. The term of the loss is 0 there, not NaN."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 

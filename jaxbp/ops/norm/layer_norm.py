@@ -80,11 +80,8 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider.
-
-    y is the result of the forward, or None without `with_y`. `offset` and `inv_std` come from `row_statistics`, or are
-    None to compute them here.
-    """
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. y is the forward's result, or None without
+    `with_y`. If inv_std is None, it and offset are computed by `row_statistics`."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)

@@ -87,7 +87,7 @@ class WithNumber:
 
     Args:
       gradient: `gradient(dy, *arrays, number)` returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)` returns each element's term in the number's gradient, a sum.
+      number_gradient: `number_gradient(dy, *arrays, number)` returns the terms whose sum is the gradient of `number`.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -150,7 +150,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients with one kernel for all arrays of dy's shape, and one summing kernel per broadcast array."""
+    """Compute the gradients with one kernel for all arrays of dy's shape, and one kernel per broadcast array."""
 
     def select(wanted):
         def formula(*values):

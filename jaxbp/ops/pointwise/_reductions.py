@@ -50,7 +50,7 @@ def _spread(scale):
 def _elementwise_gradient(formula, statistics, excluded):
     """Return the "xla" and "pallas" backwards with the gradient `formula(dy, a, *statistics(a, axis), **options)`.
 
-    In `statistics`, which reduces a over `axis`, elements that `where` excludes have the value `excluded`.
+    Before `statistics` reduces a, elements that `where` excludes become `excluded`.
     """
     # The statistics are recomputed from a, because the forward's result is rounded.
 
