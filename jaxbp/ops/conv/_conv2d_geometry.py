@@ -1,6 +1,6 @@
 """Filters and paddings for the gradients of a convolution.
 
-dx is the convolution of dy, spaced out by the stride, with the rotated filters. dw is the correlation of x with dy.
+dx is the convolution of dy, spaced out by the stride, with the rotated filters.
 """
 
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
 """If `banded_input_gradient` pays, the tensor-core kernel for dx replaces it from this batch size on
-(docs/lab/2026-11-25-lenet.md). Otherwise, the kernel runs from its `_MIN_BATCH`, 2048, on."""
+(docs/lab/2026-11-25-lenet.md)."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):

@@ -1,7 +1,4 @@
-"""Dense layers with ReLU between them, softmax, and cross-entropy as one op.
-
-For small batches, the forward kernel also computes each loss's gradient, and the backward kernel multiplies it by dy.
-"""
+"""Dense layers with ReLU between them, softmax, and cross-entropy as one op."""
 
 import functools
 import math
@@ -102,10 +99,10 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the forward kernel for small batches: instead of the logits, the gradients of each example's loss
-    with respect to the logits, the hidden layers, and x."""
+    """Residuals of the forward kernel for small batches: not the logits, but the gradients of each example's
+    loss with respect to the logits, the hidden layers, and x, which the backward multiplies by dy."""
 
-    # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0.
+    # If a label is not a class, the gradients are 0, and dy is replaced by `dy_of_valid`, NaN or 0.
 
     x_batch_last: Array
     labels: Array
@@ -232,7 +229,7 @@ def _narrow(arrays, sizes):
 
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
-    # Not a `Pair` of the formula, because "pallas" also accepts residuals that the formula does not accept.
+    # Not a `Pair`, because the formula does not accept the residuals of the kernels.
     Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,

@@ -68,7 +68,7 @@ def _elementwise_gradient(formula, statistics, excluded):
 
 
 def _share(count):
-    # The mean of no elements is NaN, and so is its gradient.
+    # The gradient of a mean of no elements is NaN.
     return 1.0 / count if count else math.inf
 
 

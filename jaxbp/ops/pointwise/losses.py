@@ -27,7 +27,7 @@ def _mean_loss(name, loss, slope):
         return jnp.mean(loss(error)).astype(predictions.dtype)
 
     def gradients(dy, predictions, targets, *, size):
-        # The mean of no elements is NaN, and so is its gradient.
+        # The gradient of a mean of no elements is NaN.
         dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
         return dpredictions, -dpredictions
 
