@@ -11,10 +11,6 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Return x as NCHW or NCW, w as OIHW or OIW, and the options, with one stride, padding, and dilation per axis.
-
-    `layout` has the layouts of x, w, and y; None for NCHW and OIHW.
-    """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     _, _, options = check_shapes(op, x, w, b, layout, **options)
     return layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec), options
@@ -45,7 +41,7 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 def check_channels(op, x_shape, w_shape, groups, given=()):
     """Raise an error unless the channels of x (axis 1) and w (axes 0 and 1) fit `groups`.
 
-    `given` is x's shape before a transpose. If its last axis fits, the error suggests NHWC.
+    `given` is the shape of x before a transpose. If the last axis fits instead, the error suggests NHWC.
     """
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)

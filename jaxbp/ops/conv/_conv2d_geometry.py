@@ -13,7 +13,7 @@ def flip_and_swap(w, groups):
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding per axis of dy, spaced out by the stride, for which dx has the size of x."""
+    """Return the padding of dy, spaced out by the stride, for which dx has the size of x."""
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before

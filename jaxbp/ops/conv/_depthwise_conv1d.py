@@ -134,7 +134,6 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return the width's axis, 2 or 1, and the permutations that transpose x and y to NCW if x is NCW, else to NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

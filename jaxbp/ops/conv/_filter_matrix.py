@@ -34,7 +34,7 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return the `matrix[(c, h, l), (k, i, j)]` for which a flattened image x times the matrix is the convolution y.
+    """Return the `matrix[(c, h, l), (k, i, j)]` with `y = x matrix` for flattened images x and their convolutions y.
 
     An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
     """
@@ -61,8 +61,8 @@ _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
 """In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the most multiplications of the band per multiplication of the kernel without tensor cores.
-Only float32 is measured."""
+"""Maps bytes per element to the most multiplications of the band per multiplication of the other kernel. Only float32
+is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
@@ -115,7 +115,7 @@ def _band(w, Q, W, window):
     """Return a matrix that maps dy at position (r, s) of the q-th pooling window in a row to dx at (i, j).
 
     Its axes are (c, i, j) and (k, r, s, q). Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the
-    filter. Also return the number of rows i.
+    filter. Windows have S columns. Also return the number of rows i.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

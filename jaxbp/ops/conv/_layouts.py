@@ -1,4 +1,4 @@
-"""Layouts of images and filters. XLA fuses the transposes with the convolution.
+"""Layouts of images and filters. XLA folds the transposes into the convolution.
 
 A layout is the permutation that transposes to NCHW or OIHW. NHWC images have the layout (0, 3, 1, 2).
 """

@@ -48,7 +48,6 @@ def _sorted(rows):
 
 def _add_runs(values, rows):
     """Return cumulative sums of `values` over tokens, restarted wherever `rows`, the tokens' table rows, changes."""
-    # Each pass doubles the number of tokens that a sum contains.
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):

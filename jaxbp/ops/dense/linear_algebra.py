@@ -26,7 +26,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """Return the matrix product in float32 or wider, because the caller may sum it over batch axes."""
+    # The caller may sum the product over batch axes.
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 

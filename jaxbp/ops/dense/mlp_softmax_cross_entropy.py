@@ -99,10 +99,10 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the forward kernel for small batches: not the logits, but the gradients of each example's
-    loss with respect to the logits, the hidden layers, and x, which the backward multiplies by dy."""
+    """Residuals of the forward kernel for small batches. Instead of the logits, they have the gradients of each
+    example's loss with respect to the logits, the hidden layers, and x. The backward multiplies them by dy."""
 
-    # If a label is not a class, the gradients are 0, and dy is replaced by `dy_of_valid`, NaN or 0.
+    # For a label that is not a class, the gradients are 0, and `dy_of_valid` replaces dy by NaN or 0.
 
     x_batch_last: Array
     labels: Array

@@ -94,7 +94,6 @@ def nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where the weight is 0 and the log-probability is -inf. The term of the loss is 0 there, not NaN."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 

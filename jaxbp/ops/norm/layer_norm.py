@@ -24,8 +24,6 @@ Rows = Float[Array, "*batch hidden"]
 AnyParameter = Float[AnyArray, "hidden"]
 Parameter = Float[Array, "hidden"]
 
-# `center` is True for LayerNorm, and False for RMSNorm.
-
 
 def rows(a):
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
@@ -37,9 +35,10 @@ def _first(x):
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std) per row, with `inv_std = 1 / sqrt(var + eps)`, for RMSNorm with offset None.
+    """Return (offset, inv_std) per row. Without `center`, for RMSNorm, offset is None.
 
-    The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
+    inv_std is `1 / sqrt(var + eps)`. The offset is the mean minus the row's first element, because a mean far from zero
+    is rounded to too few digits.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -80,8 +79,8 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. y is the forward's result, or None without
-    `with_y`. If inv_std is None, it and offset are computed by `row_statistics`."""
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider. y is the forward's result, or None
+    without `with_y`."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)

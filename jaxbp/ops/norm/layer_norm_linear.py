@@ -198,8 +198,8 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return `layer_norm`'s default implementation, but avoid "autodiff" where it would sum db in half precision."""
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
+    # "autodiff" would sum db in half precision.
     if x.dtype.itemsize >= 4:
         return of_layer_norm
     return DefaultImplementation() if of_layer_norm.gpu == "pallas" else DefaultImplementation(gpu="xla")

@@ -85,7 +85,7 @@ _SATURATION = 1000.0
 
 
 def _saturating(function):
-    """Replace `function(x)` by 0 or x for large |x|, where it may multiply 0 by infinity."""
+    """Replace `function(x)` by 0 for x < -1000 and by x for x > 1000, where it may multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION

@@ -89,7 +89,7 @@ def dropout_backward(
 ) -> Floats:
     """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
-    # The forward is linear in x, so `vjp` gets dy in place of x.
+    # `vjp` of a linear op gets dy in place of x.
     gradients = _DROPOUT.vjp(arrays[0], *arrays, **options, implementation=implementation)
     return gradients[0] if isinstance(gradients, tuple) else gradients
 

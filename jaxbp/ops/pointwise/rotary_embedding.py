@@ -127,7 +127,7 @@ def rotary_embedding_backward(
     `dx1 = dy1 cos θ + dy2 sin θ, dx2 = dy2 cos θ - dy1 sin θ`."""
     op = "rotary_embedding_backward"
     dy, positions, options = _check(op, "dy", dy, positions, base, frequencies, interleaved)
-    # The forward is linear in x, so `vjp` gets dy in place of x.
+    # `vjp` of a linear op gets dy in place of x.
     return _ROTARY_EMBEDDING.vjp(dy, dy, positions, **options, implementation=implementation)
 
 
