@@ -1,7 +1,4 @@
-"""Convolutions of small images as products with a matrix of the filters, by cuBLAS on the tensor cores.
-
-Although most elements of the matrix are zero, the products are faster than cuDNN.
-"""
+"""Convolutions of small images as products with a matrix of the filters, by cuBLAS on the tensor cores."""
 
 import math
 from typing import Any

@@ -102,7 +102,7 @@ class WideRowsAndGradients(NamedTuple):
     """Residuals of the forward kernel for small batches. Instead of the logits, they have the gradients of each
     example's loss with respect to the logits, the hidden layers, and x. The backward multiplies them by dy."""
 
-    # For a label that is not a class, the gradients are 0, and `dy_of_valid` replaces dy by NaN or 0.
+    # For an invalid label, the gradients are 0, and `dy_of_valid` replaces dy by NaN or 0.
 
     x_batch_last: Array
     labels: Array

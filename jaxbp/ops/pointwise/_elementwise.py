@@ -87,7 +87,7 @@ class WithNumber:
 
     Args:
       gradient: `gradient(dy, *arrays, number)` returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)` returns the terms, one per element, of the number's gradient.
+      number_gradient: `number_gradient(dy, *arrays, number)` returns the number's gradient, one term per element.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
