@@ -47,7 +47,7 @@ def max_and_indices(x, *, windows):
 
 
 def _first_inside(windows):
-    """Return each window's first row-major position that is not in the padding, `(out_height, out_width)`."""
+    """Return the row-major index of each window's first position outside of the padding, `(out_height, out_width)`."""
     # A window of only -inf selects this position.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)

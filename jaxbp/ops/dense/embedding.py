@@ -47,7 +47,7 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """Return cumulative sums of `values` over tokens, restarted wherever `rows`, the tokens' table rows, changes."""
+    """Return cumulative sums of `values` over tokens, restarted wherever the table row in `rows` changes."""
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):
@@ -66,7 +66,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the last sum of a run is complete. Others get a row out of range, so `set` drops them.
+    # Only the last sum of a run is complete. `set` drops the others, with rows out of range.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)

@@ -83,13 +83,13 @@ def _gradients(dy, saved, *, precision):
 
 
 class WideRows(NamedTuple):
-    """Residuals of the forward kernel for large batches. Zeros pad the batch to a multiple of `LANES`.
+    """Residuals of the forward kernel for large batches. Zeros pad the batch to a multiple of 128.
 
-    Each row of `hidden` has one example's outputs of a hidden layer, then 1, then zeros. dzᵀ times the rows has the
-    columns of dw, then db.
+    Each row of `hidden` has one example's outputs of a hidden layer, then 1, then zeros. The next layer's
+    dzᵀ times these rows has the columns of dw, then db.
     """
 
-    # If the padding were not zeros, sums over examples could multiply infinity by 0.
+    # With other padding, sums over examples could multiply infinity by 0.
 
     x_batch_last: Array
     labels: Array

@@ -51,7 +51,10 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Replace logits and labels that `where` excludes. A label that is an excluded class becomes an invalid label."""
+    """Replace logits and labels that `where` excludes, so that the loss ignores them.
+
+    An integer label of an excluded class becomes invalid.
+    """
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:

@@ -66,7 +66,7 @@ def _terms(dy, x, mean, rest):
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
     """Return ((a, b, c), dscale, dbias) per channel, where `dx = a dy + b (x - mean) + c`.
 
-    The sums are of dy and `dy (x - mean)`, over `count` elements. dys are the gradients of y, mean, and var.
+    The sums are of dy and `dy (x - mean)`, over `count` elements. dys are the cotangents of y, mean, and var.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)

@@ -68,7 +68,7 @@ def _dense_kernel(y, w, b, *, precision):
 def _keeps_normalised(x, w):
     """Return whether the forward saves the normalized rows x̂ instead of x, and multiplies them by `w * scale`.
 
-    In float16, `w * scale` could lose digits.
+    It does not in float16, where `w * scale` could lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))

@@ -81,7 +81,7 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x, to the last digit of float64."""
+"""In float64, `gelu`, `silu`, and `mish` round to 0 or x beyond ±1000."""
 
 
 def _saturating(function):
