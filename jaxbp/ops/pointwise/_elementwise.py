@@ -150,7 +150,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients with one kernel for all arrays of dy's shape, and one kernel per broadcast array."""
+    """Compute gradients with one kernel for all arrays of dy's shape, and one kernel per broadcast array."""
 
     def select(wanted):
         def formula(*values):
