@@ -53,7 +53,7 @@ MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """A causal convolution. `sizes` are in the order of `layout`, without the batch."""
+    """Return a causal depthwise convolution's case. `sizes` is the shape of x in `layout`, without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -65,8 +65,8 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the entries of a function and of its public backward.
 
-    Cases have the arguments `(dy, *arguments)`. The backward takes `(dy, *arguments[takes])`. `like` is as in `Entry`,
-    for the backward only if it names the function.
+    The given cases have the arguments `(dy, *arguments)`. The function takes `arguments`, and the backward
+    `(dy, *arguments[takes])`. `like` is as in `Entry`; if it names the function, only the backward gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -95,7 +95,7 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """`of` maps "x1" and "x2", the names of the arguments, to keyword arguments of `Argument`."""
+    """Return entries of a two-argument op. `of` maps the names "x1" and "x2" to keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -124,7 +124,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Set `kink_convention=False`: the op gives the gradient to the first of equal numbers, and autodiff divides it."""
+    """Set `kink_convention=False` for ops that send the gradient to the first of equal numbers. Autodiff divides it."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 

@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """The wires between gates, an argument that no random key changes. The Python expression `code` creates them."""
+    """Wires between gates, as an argument of an op, made by the Python expression `code`. No random key changes them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str

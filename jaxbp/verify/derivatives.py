@@ -52,7 +52,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results, gradients, and higher derivatives of a function, as compiled programs.
 
-    Gradients are differentiated in the first of the `modes` that succeeds: forward (False) or reverse (True).
+    Gradients are differentiated in forward mode (False) or reverse mode (True), the first in `modes` that succeeds.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the uncompiled program of an order. With `square`, order 1 is as in `with_square`.
+        """Return the program of an order, before `jit`. With `square`, order 1 is as in `with_square`.
 
-        An order above 1 must have run before.
+        Above order 1, `with_square` must have selected the mode before.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -20,12 +20,14 @@ step multiplies it by more than `DIVERGED`."""
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Slopes of `Σ c y` with respect to single elements of the arguments, for results y and cotangents c.
+    """Finite-difference slopes of `Σ c y` with respect to elements of an op's arguments.
+
+    The op has results y and cotangents c.
 
     Attributes:
       low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger one-sided slope.
-      noise: the rounding error of the slopes, from the results that change between the two points.
-      noise_of_all: the rounding error from all results, because a small step may leave a result unchanged.
+      noise: the rounding error of `central`, from the results y that the step changes.
+      noise_of_all: the rounding error from all results y, because a small step may leave a result unchanged.
     """
 
     central: np.ndarray
@@ -38,9 +40,9 @@ class Slopes:
 
 
 class Differences:
-    """Computes `Slopes`.
+    """Finite differences of an op with respect to elements of its arguments.
 
-    `moved(values, base)` returns the results at `values`, with the relative rounding error `eps`. Arguments of
+    `moved(values, base)` returns the op's results at `values`, with the relative rounding error `eps`. Arguments of
     `stop_gradient` keep their values at `base`.
     """
 
@@ -70,7 +72,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """For each k below `count`, return the results with `numbers[k]` at index `indices[k]` of all arguments."""
+        """For each k below `count`, return the results after element `indices[k]` of all arguments becomes `numbers[k]`."""
 
         def results(index, number):
             first, moved = 0, []
@@ -98,13 +100,13 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the expected gradient, and masks of the elements at which slopes contradict and confirm `autodiff`.
+    """Return the expected gradient, and masks of the elements that finite differences contradict and confirm.
 
-    Slopes replace contradicted elements (docs/numerics.md, "What a gradient is compared with"). Elements that are not
-    finite count as confirmed.
+    Finite differences replace contradicted elements of `autodiff` (docs/numerics.md, "What a gradient is compared
+    with"). Elements that are not finite count as confirmed.
 
     `look(which, steps)` returns the `Slopes` of the elements with the indices `which`. `error()` returns the rounding
-    error of `Σ c y`.
+    error of the differentiated function.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -136,9 +138,9 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return slopes where autodiff is not finite. `look` is as in `confirmed`.
+    """Return finite-difference slopes for elements whose autodiff is not finite. `look` is as in `confirmed`.
 
-    A slope is infinite if it grows with smaller steps, and NaN if no side has a slope or the sides disagree.
+    A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

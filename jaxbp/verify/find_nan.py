@@ -71,7 +71,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
       options: static.
 
     Returns:
-      The operation, which may be an argument that is not finite, or None.
+      The operation, or None.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.
@@ -102,7 +102,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array. `origin` is the operation that made it not finite, or None."""
+    """An array of the traced function. `origin` is the operation that caused its NaN or infinity, or None."""
 
     array: Any
     origin: NonFinite | None = None
@@ -201,7 +201,7 @@ def _op_in(scope: str) -> tuple[str, str]:
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line outside of JAX and jaxbp, and the innermost in jaxbp."""
+    """Return the innermost line of the traceback outside of JAX and jaxbp, and the innermost line in jaxbp."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -36,7 +36,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """`constant` converts a constant of the program to a value for the rule."""
+    """Apply the rule to each equation of a program. `constant` converts its constants to inputs of the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -54,7 +54,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Apply the rule within a call, loop, branch, or `shard_map`. For other equations, return None.
+    """Apply the rule to the equations inside a call, loop, branch, or `shard_map`. For other equations, return None.
 
     If the value of a condition is a pytree, its first array decides.
     """
@@ -132,7 +132,6 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the numbers of constants and of carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12

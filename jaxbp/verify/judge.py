@@ -35,7 +35,7 @@ KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` to compare it with. Except at kinks, `e` is the i-th expected array."""
+    """An implementation's array `a`, and the array `e` to compare it with: `expected.arrays[i]` except at kinks."""
 
     point: Point
     expected: Expected
@@ -54,7 +54,7 @@ class _Case:
 
 
 class Judge:
-    """Compares the results of implementations with a reference.
+    """Comparison of the results and derivatives of implementations with a float64 reference.
 
     Args:
       convention: `kink_convention` of `check`.
@@ -77,7 +77,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Return the fields of `CheckRow` for the array `actual`, which the programs `checked` computed."""
+        """Compare `actual`, computed by `checked`, with `expected.arrays[i]`, and return fields of `CheckRow`."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -104,7 +104,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return masks of the elements that must equal `case.e`, and of undecided elements."""
+        """Return masks of the elements to compare with `case.e`, and of elements without a known expected number."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
@@ -219,7 +219,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask of elements that a kink explains, the explanation, and a hint or None."""
+        """Return a mask of elements of `a` that a kink explains, the explanation, and a hint for a failure or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -263,7 +263,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return a mask of elements of `a` that autodiff with random roundings could give."""
+        """Return a mask of elements of the gradient `a` that autodiff could give with other rounding errors."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -293,9 +293,9 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near the point, and the i-th gradient at each of them. The last gradient is at the point.
+        """Return arguments near `point.values`, and the i-th array of the derivative at each of them.
 
-        In some of the arguments, a single element has moved further than the others, which breaks ties.
+        The last derivative is at `point.values`. In some arguments, one element moves further, which breaks ties.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -318,7 +318,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a` and `e` differ by a common factor, which rounding never causes."""
+    """Return whether the least-squares factor from `e` to `a`, but not to `autodiff`, differs from 1."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -327,8 +327,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of `a`. For each axis, the sum of the elements in line with an element must lie between the least
-    and the largest such sum of the gradients `found` at nearby points, widened by `limit` and by their range.
+    """Return a mask of elements of the gradient `a` whose sum along each axis is plausible.
+
+    The sum must lie between the least and the largest sum in the gradients `found`. This interval is widened by the
+    sum of `limit` and by its own length.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

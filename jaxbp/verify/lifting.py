@@ -1,4 +1,4 @@
-"""Evaluate a program in float64 that computes in a narrower dtype, which would round away small steps."""
+"""Evaluate narrower programs in float64, because rounding would hide the small steps of finite differences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of the values that depend on `moved`, and add their variables to `moved`."""
+    """Return the dtypes of floats that depend on the variables `moved`, and add all dependent variables to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

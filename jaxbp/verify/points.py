@@ -38,7 +38,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Differs from a user's generator with the same seed."""
+    """Return a generator that differs from a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -79,7 +79,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return the point with the argument of the narrowest range in place of all arguments in `same`."""
+    """Return `own` with one array, of the narrowest range, such as [0, 1], in place of all arguments in `same`."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -92,7 +92,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield points with kinks in the i-th argument. At a kink's second position, other arguments are 0."""
+    """Yield `own` with `kinks` in the i-th argument. Where a kink recurs, other arguments of this shape are 0."""
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -119,7 +119,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0 and subnormal numbers whose signs occur in the array."""
+    """Replace three elements by -0 and subnormal numbers, except that a positive array stays positive."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -129,7 +129,7 @@ def _with_least(a: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _has_subnormals() -> bool:
-    """XLA's CPU programs do not distinguish subnormal numbers from 0."""
+    # XLA's CPU programs do not distinguish subnormal numbers from 0.
     return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 
@@ -142,7 +142,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return numbers from 3 to 300 with the signs of `a`, unless `a` lies in [0, 1]."""
+    """Return numbers from 3 to 300 with the signs of `a`, or `a` itself if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

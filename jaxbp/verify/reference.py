@@ -33,7 +33,6 @@ class Expected:
     """The expected results of an op.
 
     Attributes:
-      order, against: as in `CheckRow`.
       arrays: one array per result at order 0, else one per floating argument.
       contradicted: masks of the elements of `arrays` at which finite differences replace autodiff.
       undecided: None, or masks of the elements at which autodiff is not finite, and finite differences give no slope.
@@ -91,7 +90,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifted`. If it fails, return the identity, and let finite differences take larger steps."""
+        """Return `lifted`, or the identity if the forward cannot run in float64."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -168,7 +167,7 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return autodiff's derivative, confirmed by finite differences of the next lower derivative."""
+        """Return autodiff's second or third derivative, confirmed by finite differences of the next lower one."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -210,8 +209,8 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding to `dtype` moves each element of `derivative`."""
-        self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
+        """Return how far rounding each operation to `dtype` moves each element of the results or of a derivative."""
+        self.derivative(order, values, cotangents, directions)  # selects the mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
             if order < 2:
@@ -220,10 +219,9 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Apply `rounding.rounded_otherwise` to the gradients.
+        """Apply `rounding.rounded_otherwise` to the gradients for n sets of cotangents.
 
-        `parts` has one array of cotangents `(parts, *y.shape)` per result y. Return one array
-        `(1 + runs, parts, *x.shape)` per argument x.
+        `parts` has one array `(n, *y.shape)` per result y. Return one array `(1 + runs, n, *x.shape)` per argument x.
         """
 
         def gradients(values, parts):
@@ -244,11 +242,12 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """For each k, return the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
+        """For each k, return the jump of a derivative's element on the line from `values` to `ends[k]`.
 
-        Each halving keeps the half in which the element changes more, so that a smooth change shrinks.
+        The element is `indices[k]` of the i-th array. Each halving keeps the half of the line in which it changes more,
+        so that a smooth change shrinks.
         """
-        self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
+        self.derivative(order, values, cotangents, directions)  # selects the mode
         if (order, i) not in self._jumps:
             run = self._derivatives.plain(order)
 
@@ -292,7 +291,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return indices of evenly spaced elements, and of elements with the largest effect of custom rules."""
+        """Return indices of evenly spaced elements of a gradient, and of elements that custom rules change most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -305,10 +304,10 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return `with_square` as a function of moved arguments. Arguments of `stop_gradient` do not move."""
+        """Return `Derivatives.with_square` as a function of the op's arguments. Those of `stop_gradient` stay fixed."""
         arguments = list(cotangents), list(below)
         with float64():
-            self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
+            self._derivatives.with_square(order, list(values), *arguments)  # selects the mode
         if not self._stops:
             run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
         else:
@@ -323,7 +322,7 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return a forward that takes float64, its results' shapes and dtypes, and whether it is "autodiff"."""
+    """Return the first implementation that takes float64, its results' shapes, and whether its name is "autodiff"."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -380,7 +379,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return floating constants with magnitudes from 1e-3 to 1e3, to exclude the limits of dtypes."""
+    """Return a program's scalar constants with magnitudes from 1e-3 to 1e3. Limits of dtypes are larger or smaller."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

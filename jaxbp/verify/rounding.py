@@ -28,7 +28,7 @@ ROUNDED = frozenset({
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
     """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
 
-    Results of operations move by many times their rounding error. The change is divided by this factor, so a jump of
+    Results of operations move by `many` times their rounding error. The change is divided by `many`, so that a jump of
     the function counts little.
     """
     eps = float(jnp.finfo(dtype).eps)
@@ -63,8 +63,8 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return one array `(1 + runs, *y.shape)` per result y of `function`. Run 0 is exact.
 
-    In the other runs, operations move at random by at most `roundings` times their rounding error in `dtype`. Equal
-    operations move equally, so that ties remain.
+    In the other runs, results of operations move at random by at most `roundings` times their rounding error in
+    `dtype`. Equal operations move equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -98,7 +98,7 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Hash the seed and each element's magnitude to a magnitude in [0.5, 1]. Keep the sign."""
+    """Replace each magnitude by a number in [0.5, 1], a hash of the magnitude and the seed. Keep the sign."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -13,12 +13,12 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program.
+    """The values of one variable of a program before and after a step of finite differences.
 
     Attributes:
-      held: at moved arguments, with arguments of `stop_gradient` fixed at their base values.
-      base: at the base arguments.
-      moved: at moved arguments, with nothing fixed.
+      held: after the step, with arguments of `stop_gradient` fixed.
+      base: before the step.
+      moved: after the step, with nothing fixed.
     """
 
     held: Array
@@ -27,7 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay at `base`."""
+    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay as at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)

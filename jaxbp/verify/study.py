@@ -100,7 +100,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients, confirmed by finite differences if there are custom rules."""
+        """Return the expected gradients at `point`, confirmed by finite differences if there are custom rules."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -219,7 +219,7 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield one row per array of `run(programs)` that differs from the result under `jit`, or else one row."""
+        """Compare the arrays of `run(programs)` with results under `jit`. Yield one row per wrong array, or one row."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:

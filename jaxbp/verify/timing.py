@@ -31,7 +31,7 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Time `program(*arguments)` in rounds of about `seconds`, after at most `settling` seconds in `settle`."""
+    """Time `program(*arguments)` in rounds of about `seconds`, after at most `settling` seconds of warm-up calls."""
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
