@@ -118,7 +118,7 @@ def takes_implementation(function: Callable) -> bool:
         return False
     try:
         return "implementation" in inspect.signature(function).parameters
-    except ValueError:  # some callables have no signature
+    except ValueError:
         return False
 
 

@@ -89,7 +89,7 @@ class Derivatives:
     def plain(self, order: int, square: bool = False) -> Callable:
         """Return the program of an order, before `jit`. With `square`, order 1 is as in `with_square`.
 
-        Above order 1, `with_square` must have selected the mode before.
+        Above order 1, call `with_square` first.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -14,15 +14,12 @@ STEP_DIVISOR, STEPS = 8, 5
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 """One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""A slope converges if a smaller step changes it by at most the fraction `CONVERGED`. It is infinite if each smaller
-step multiplies it by more than `DIVERGED`."""
+"""If the step shrinks, a convergent slope changes by at most this fraction. An infinite one grows by this factor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Finite-difference slopes of `Σ c y` with respect to elements of an op's arguments.
-
-    The op has results y and cotangents c.
+    """Slopes of `Σ c y` with respect to single elements of an op's arguments, for results y and cotangents c.
 
     Attributes:
       low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger one-sided slope.
@@ -40,7 +37,7 @@ class Slopes:
 
 
 class Differences:
-    """Finite differences of an op with respect to elements of its arguments.
+    """Finite differences with respect to elements of an op's arguments.
 
     `moved(values, base)` returns the op's results at `values`, with the relative rounding error `eps`. Arguments of
     `stop_gradient` keep their values at `base`.
@@ -72,7 +69,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """For each k below `count`, return the results after element `indices[k]` of all arguments becomes `numbers[k]`."""
+        """For each k below `count`, return the results if element `indices[k]` of all arguments is `numbers[k]`."""
 
         def results(index, number):
             first, moved = 0, []
@@ -105,8 +102,8 @@ def confirmed(
     Finite differences replace contradicted elements of `autodiff` (docs/numerics.md, "What a gradient is compared
     with"). Elements that are not finite count as confirmed.
 
-    `look(which, steps)` returns the `Slopes` of the elements with the indices `which`. `error()` returns the rounding
-    error of the differentiated function.
+    `look(which, steps)` returns the `Slopes` of the elements `which`. `error()` returns the rounding error of the
+    differentiated function.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None

@@ -1,4 +1,4 @@
-"""Run a jaxpr equation by equation, with a rule for each equation. Values are arrays or pytrees of arrays."""
+"""Run a jaxpr with a rule for each equation. Values are arrays or pytrees of arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -293,7 +293,7 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near `point.values`, and the i-th array of the derivative at each of them.
+        """Return arguments near `point.values`, and the i-th array of the derivative at each.
 
         The last derivative is at `point.values`. In some arguments, one element moves further, which breaks ties.
         """
@@ -318,7 +318,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether the least-squares factor from `e` to `a`, but not to `autodiff`, differs from 1."""
+    """Return whether `a`, unlike `autodiff`, differs from `e` by a common factor, which rounding never causes."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -329,8 +329,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Return a mask of elements of the gradient `a` whose sum along each axis is plausible.
 
-    The sum must lie between the least and the largest sum in the gradients `found`. This interval is widened by the
-    sum of `limit` and by its own length.
+    The sum may leave the range of the sums of the gradients `found` by the range's length plus the sum of `limit`.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

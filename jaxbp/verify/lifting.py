@@ -31,7 +31,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floats that depend on the variables `moved`, and add all dependent variables to `moved`."""
+    """Return the dtypes of floats that depend on the variables `moved`, and add dependent variables to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

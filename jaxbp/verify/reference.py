@@ -194,7 +194,6 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Call `Derivatives` in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -297,7 +296,7 @@ class Reference:
             return evenly
         try:
             other = self.by_rules_of_jax(1, values, cotangents)[i]
-        except Exception:  # JAX cannot differentiate the program in reverse mode
+        except Exception:  # no reverse mode
             return evenly
         off = np.nan_to_num(np.abs(np.asarray(other) - gradient).ravel(), nan=np.inf)
         worst = np.argsort(-off, kind="stable")[: most // 2]

@@ -63,8 +63,8 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return one array `(1 + runs, *y.shape)` per result y of `function`. Run 0 is exact.
 
-    In the other runs, results of operations move at random by at most `roundings` times their rounding error in
-    `dtype`. Equal operations move equally, so that ties remain.
+    In the other runs, operations move at random by at most `roundings` times their rounding error in `dtype`. Equal
+    operations move equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]

@@ -17,8 +17,7 @@ class Streams(NamedTuple):
 
     Attributes:
       held: after the step, with arguments of `stop_gradient` fixed.
-      base: before the step.
-      moved: after the step, with nothing fixed.
+      base, moved: before and after the step.
     """
 
     held: Array

@@ -122,7 +122,7 @@ class Study:
                 found += [(point, e) for e in (result if isinstance(result, tuple) else (result,))]
             except jax.errors.UnexpectedTracerError:
                 raise
-            except Exception as error:  # a program can raise anything
+            except Exception as error:
                 failed.append((point, order, error))
         return found, failed
 
