@@ -65,7 +65,7 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the entries of a function and of its public backward.
 
-    The given cases have the arguments `(dy, *arguments)`. The function takes `arguments`, and the backward
+    Cases contain the arguments `(dy, *arguments)`. The function takes `arguments`, and the backward
     `(dy, *arguments[takes])`. `like` is as in `Entry`; if it names the function, only the backward gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")

@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires between gates as an op's argument. No random key changes them. The Python expression `code` creates them."""
+    """Wires between gates, which no random key changes. The Python expression `code` creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str
@@ -119,7 +119,7 @@ class AutomatonArgument(FixedArgument):
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return an automaton's state. `grid` is its shape without channels."""
+        """Return an automaton's state as an `Argument`. `grid` is its shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 

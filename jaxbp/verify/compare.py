@@ -24,7 +24,6 @@ TF32 = 1e-2
 """The relative difference that rounding factors to TF32 may cause."""
 AS_FAST = 1.05
 HOST_BOUND = 0.05
-"""Below this `host_waited`, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)

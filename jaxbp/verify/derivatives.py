@@ -87,7 +87,7 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program of an order, before `jit`. With `square`, order 1 is as in `with_square`.
+        """Return the program for derivatives of an order, before `jit`. With `square`, order 1 is as in `with_square`.
 
         Above order 1, call `with_square` first.
         """

@@ -14,7 +14,8 @@ STEP_DIVISOR, STEPS = 8, 5
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 """One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""If the step shrinks, a convergent slope changes by at most this fraction. An infinite one grows by this factor."""
+"""If the step shrinks, a convergent slope changes by at most the fraction `CONVERGED`, and an infinite slope grows by
+more than the factor `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Slopes:
     Attributes:
       low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger one-sided slope.
       noise: the rounding error of `central`, from the results y that the step changes.
-      noise_of_all: the rounding error from all results y, because a small step may leave a result unchanged.
+      noise_of_all: the rounding error from all results y, because a small step may leave y unchanged.
     """
 
     central: np.ndarray

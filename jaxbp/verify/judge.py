@@ -54,7 +54,7 @@ class _Case:
 
 
 class Judge:
-    """Comparison of the results and derivatives of implementations with a float64 reference.
+    """Comparison of implementations' results and derivatives with a float64 reference.
 
     Args:
       convention: `kink_convention` of `check`.
@@ -219,7 +219,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask of elements of `a` that a kink explains, the explanation, and a hint for a failure or None."""
+        """Return a mask of elements of `a` that a kink explains, the explanation, and a hint or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -245,7 +245,7 @@ class Judge:
         change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
         limit, jumps = limit.ravel()[indices], np.zeros(indices.size, bool)
         numbers = sum(a.size for a in point.values) * max(1, halvings)
-        for rank in range(2):  # the points with the two largest changes
+        for rank in range(2):  # the two largest changes
             open_ = np.flatnonzero(~jumps & (np.sort(change, axis=0)[-1 - rank] > limit))
             if not open_.size:
                 break

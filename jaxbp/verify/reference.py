@@ -50,7 +50,7 @@ class Reference:
 
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
-      constants: floating constants of the forward, at which it may have kinks.
+      constants: numbers in the forward at which it may have kinks.
       note: a remark if the forward computes in a narrower dtype than its arguments, else None.
     """
 
@@ -378,7 +378,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return a program's scalar constants with magnitudes from 1e-3 to 1e3. Limits of dtypes are larger or smaller."""
+    """Return a program's scalar constants with magnitudes from 1e-3 to 1e3, which excludes the limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:
