@@ -102,7 +102,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the traced function. `origin` is the operation that caused its NaN or infinity, or None."""
+    """An array. `origin` is the operation that caused its NaN or infinity, or None."""
 
     array: Any
     origin: NonFinite | None = None

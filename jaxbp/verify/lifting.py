@@ -1,4 +1,4 @@
-"""Evaluate programs of narrower dtypes in float64, because rounding would hide the small steps of finite differences."""
+"""Run programs of narrower dtypes in float64, because rounding would hide the small steps of finite differences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floating values that depend on the variables `moved`, and add dependent variables to `moved`."""
+    """Return the dtypes of floating values that depend on variables in `moved`, and add dependent variables to it."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

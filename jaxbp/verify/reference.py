@@ -95,7 +95,7 @@ class Reference:
         try:
             with float64():
                 jax.eval_shape(lifted(value_and_gradients(self.function)), wide, cotangents)
-        except Exception as error:  # a primitive can raise anything
+        except Exception as error:
             reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
             self.note = f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
@@ -246,7 +246,7 @@ class Reference:
         The element is `indices[k]` of the i-th array. Each halving keeps the half of the line in which it changes more,
         so that a smooth change shrinks.
         """
-        self.derivative(order, values, cotangents, directions)  # selects the mode
+        self.derivative(order, values, cotangents, directions)
         if (order, i) not in self._jumps:
             run = self._derivatives.plain(order)
 
