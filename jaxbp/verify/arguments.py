@@ -86,7 +86,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function`, with `implementation=None` bound if `implementation` means something else than in jaxbp.
+    """Return `function`, with `implementation=None` bound if `implementation` has another meaning than in jaxbp.
 
     The meaning differs if "autodiff" raises an error other than `NotImplementedError`, and None raises no error.
     """

@@ -78,7 +78,8 @@ def check(
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
       order: the highest order, 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink, where the slopes on the two sides differ.
-      kink_convention: whether the op must have autodiff's slope at a kink, not any slope between the slopes of both sides.
+      kink_convention: whether the op must have autodiff's slope at a kink, not any slope between the slopes of both
+        sides.
       cases: other options to check, such as `{"stride": 2}`, or pairs of other arguments and their options, such as
         `((x, w), {})`.
       tolerances: per dtype. Arguments of other dtypes are skipped.

@@ -136,7 +136,7 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return slopes for elements whose autodiff is not finite. `look` is as in `confirmed`.
+    """Return slopes of elements at which autodiff is not finite. `look` is as in `confirmed`.
 
     A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
     """

@@ -329,7 +329,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Return a mask of elements of the gradient `a` whose sum along each axis is plausible.
 
-    The sum may leave the range of the sums of the gradients `found` by the range's length plus the sum of `limit`.
+    The sum may leave the range of the sums of gradients `found` by the range's length plus the sum of `limit`.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

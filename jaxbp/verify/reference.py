@@ -321,7 +321,7 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the first implementation that takes float64, its results' shapes, and whether its name is "autodiff"."""
+    """Return the first implementation that takes float64, its abstract results, and whether its name is "autodiff"."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:

@@ -28,8 +28,8 @@ ROUNDED = frozenset({
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
     """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
 
-    Results of operations move by `many` times their rounding error. The change is divided by `many`, so that a jump of
-    the function counts little.
+    Results of operations move by a multiple of their rounding error, by which the change is divided. A jump of the
+    function thus counts little.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
