@@ -208,7 +208,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding each operation to `dtype` moves each element of the results or of a derivative."""
+        """Return how far rounding operations to `dtype` moves each element of the results or of a derivative."""
         self.derivative(order, values, cotangents, directions)  # selects the mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]

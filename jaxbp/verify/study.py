@@ -219,7 +219,7 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Compare the arrays of `run(programs)` with results under `jit`. Yield one row per difference, or else one row."""
+        """Compare `run(programs)` with results under `jit`. Yield one row per array that differs, or else one row."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
