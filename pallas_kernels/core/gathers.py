@@ -27,7 +27,8 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the layout of a vector whose element i is in the thread that holds row i of a block."""
+    """Return the layout of an array `(lanes,)` whose element i is in the thread that holds row i of a `block_layout`
+    array."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -78,8 +79,8 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]`, an array `(lanes, width)` in registers. `places` are integer blocks `(lanes, width)`, one
-    per axis of `ref`."""
+    """Return `ref[places]`, an array `(lanes, width)` in registers. `places` are integer arrays `(lanes, width)` in
+    registers, one per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -229,12 +230,12 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """From each list, load a block of shape `shape` from the list's reference number `array`, beginning at element
-    `start`. Elements beyond the reference's end are copies of its last element.
+    """For each list, load a block of shape `shape` from `list[array]`, beginning at element `start`. Elements beyond
+    the reference's end are copies of its last element.
 
     Args:
-      lists: lists of references `(n,)` to device memory, of one dtype per list. References with the same number have
-        the same length. They are aligned to the bytes in a block's row.
+      lists: lists of references `(n,)` to device memory, of one dtype per list. All references at an index have the
+        same length. They are aligned to the bytes in a block's row.
       array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape
@@ -266,7 +267,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write one block per list to the elements that `load_of` loads, except beyond a reference's end."""
+    """Write each of `blocks`, one per list, to `list[array]`, beginning at element `start`. Drop elements beyond the
+    reference's end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -103,7 +103,8 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return `sums` plus matrix products. `add` takes one accumulator per sum, and adds products to it with `wgmma`."""
+    """Return each of `sums` plus a matrix product. `add` takes one accumulator per sum, and adds the products with
+    `wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -148,7 +149,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Without this cast, JAX would convert an integer to 64 bits in 64-bit mode."""
+    # Without this cast, JAX would convert an integer to 64 bits in 64-bit mode.
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

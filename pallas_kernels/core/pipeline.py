@@ -25,16 +25,16 @@ from pallas_kernels.core.mosaic import plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A ring of stages in shared memory.
+    """Stages of shared memory, which a kernel's loop fills and reads in turn, one per step.
 
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
         warpgroup must wait for every phase of a barrier.
-      steps: number of steps, or None if the caller fetches only steps that exist.
-      free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
-      fixed_stage: this ring's only stage, if several warpgroups share the stages.
-      turn: index of the ring's consumer in a ping-pong schedule.
+      steps: number of the loop's steps, or None if the caller fetches only steps that exist.
+      free: one barrier per stage, at which consumer warpgroups arrive after reading it, or None without a producer.
+      fixed_stage: the only stage that this ring uses, if warpgroups share the stages.
+      turn: index of the consumer in a ping-pong schedule.
     """
 
     stages: int
@@ -49,7 +49,8 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. Before, `prepare()` waits until the stage is free."""
+        """Start the copies for loop iteration `step`, if the loop has it. First, `prepare()` waits until the
+        iteration's stage of shared memory is free."""
 
         def start():
             prepare()
@@ -68,8 +69,8 @@ class Ring:
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer that this consumer has read the stage. After a read to registers, call `commit_smem`
-        first."""
+        """Tell the producer warpgroup that this consumer has read the shared memory for loop iteration `step`. After a
+        read to registers, call `commit_smem` first."""
 
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
@@ -79,7 +80,8 @@ class Ring:
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until consumers have released all steps. A CTA may not end while another CTA arrives at its barriers."""
+        """Wait until consumers have released all `steps` loop iterations. A CTA may not end while another CTA arrives
+        at its barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

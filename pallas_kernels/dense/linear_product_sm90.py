@@ -151,14 +151,15 @@ class Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """Run this warpgroup as the producer or as a consumer, with the registers for its role.
+        """Run this warpgroup as the producer or as a consumer, with the registers for its role. A step has `STEP`
+        elements of the summed axis.
 
         Args:
-          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` numbers
+          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for a step. `count` numbers
             all steps of the CTA.
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
-            *accumulators)` starts a step's products, and waits for the previous step's products.
-          epilogue: `epilogue(tile, *sums)` stores a tile's sums.
+            *accumulators)` starts a step's products, and waits for the previous step.
+          epilogue: `epilogue(tile, *sums)` stores its sums.
         """
 
         @pl.when(warpgroup == PRODUCER)
@@ -176,8 +177,8 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from its `first` tile on, and
-        return the last `count`: the number of steps before the tile. `turn` is the index of the tile's consumer in the
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on, and
+        return the last `count`: the loop iterations for earlier tiles. `turn` is the tile's consumer warpgroup in the
         ping-pong schedule."""
 
         def visit_next(i, count):

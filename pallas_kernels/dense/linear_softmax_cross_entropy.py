@@ -191,7 +191,8 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Part p of a row's `parts` parts. It has every `parts`-th vector of logits, from vector p on."""
+    """One CTA's part of a row of logits. Part p has every `config.parts`-th vector of `config.length` logits, from
+    vector p on."""
 
     length: int
     classes: int
@@ -211,9 +212,9 @@ class _Part:
         return pl.ds(first, self.config.length)
 
     def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros). `load_group(group)` returns (exists, z, is_class)
-        for each of `unrolled` vectors. `exists` is False after the part's last vector. `is_class` is False for padding,
-        or None without padding."""
+        """Return (load_group, number of groups, a vector of zeros). `load_group(i)` loads `unrolled` vectors of this
+        part of the row, and returns (exists, z, is_class) for each. `exists` is False after the last vector. `is_class`
+        is False for padding, or None without padding."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

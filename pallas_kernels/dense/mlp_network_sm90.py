@@ -38,15 +38,15 @@ class Config:
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer, and of the logits."""
+    """Return the widths, padded to multiples of 32, of the rows of x, of each hidden layer, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. A product is a pair of
-    padded widths (inputs, outputs)."""
+    """Sizes of a multi-layer perceptron: the number of inputs, then of each layer's outputs. Properties give a matrix
+    product as its padded widths (inputs, outputs)."""
 
     sizes: tuple[int, ...]
 
@@ -83,7 +83,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of weights fit in shared memory next to operands of these widths."""
+        """Return how many slices of weights, each with 32 inputs, fit in shared memory next to 64 examples' rows of the
+        widths `operands`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

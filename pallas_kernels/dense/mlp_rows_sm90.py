@@ -1,4 +1,4 @@
-"""Loads, stores, and softmax for the 64 examples of a CTA."""
+"""Loads, stores, and softmax for the 64 examples that a CTA computes."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Register layout for copying from columns in device memory to rows of an operand. A warp copies 4 inputs of 8
-    examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
+    """Return a register layout for copying columns in device memory to rows in shared memory, one per example. A warp
+    copies 4 inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -37,7 +37,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store `rows` to shared memory and to `ref`. With `bulk`, a TMA copy to `ref` may end later."""
+    """Store `rows` to `operand` in shared memory, and to `ref` in device memory. With `bulk`, the TMA copy to `ref` may
+    still run on return."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -61,7 +62,8 @@ def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
 
 
 class Softmax(NamedTuple):
-    """`shifted_logits` are the logits minus their row's maximum, or -inf after the last class."""
+    """Softmax of logits, one row per example. `shifted_logits` are the logits minus their row's maximum, or -inf after
+    the last class."""
 
     shifted_logits: Array
     exponentials: Array

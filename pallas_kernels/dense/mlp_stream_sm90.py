@@ -17,8 +17,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return one vector per product: its weights, padded to the product's widths, rounded to TF32, and divided into
-    slices."""
+    """Return one vector per weight matrix: padded to the (inputs, outputs) in `products`, rounded to TF32, and divided
+    into contiguous slices of 32 inputs."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -38,7 +38,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """`products` has the pairs (inputs, outputs) in the order of use. `weights` has all slices in device memory."""
+    """Weights that TMA copies to shared memory in slices of 32 inputs. `products` has each matrix product's (inputs,
+    outputs), in the order of use. `weights` has all slices in device memory."""
 
     products: list[tuple[int, int]]
     weights: Any
@@ -74,8 +75,8 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return `operand` times the transposed weights of product number `product`. Call this once per product, in
-        order."""
+        """Return the matrix product of `operand`, in shared memory, and the transposed weights of `products[product]`.
+        Call this once per product, in order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the previous slice's stage is filled, if there is one.
         ahead = self.stages.shape[0] - 1

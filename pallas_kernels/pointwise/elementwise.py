@@ -36,7 +36,7 @@ _LONG_ROW = 4 * LANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements of a block: a multiple of `LANES`, at most the length of a row."""
+    """Consecutive elements per CTA: a multiple of `LANES`, at most the length of a row of the broadcast arrays."""
 
     length: int
 
@@ -141,11 +141,11 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows, the axes from `axis` on.
+    """Division of arrays that broadcast to `shape` into rows. A row consists of the axes from index `axis` on.
 
     Args:
-      axis: by default the first axis that gives rows in which each array has all elements or only one. For an earlier
-        axis, `flatten` broadcasts the other arrays in memory.
+      axis: by default the first axis for which each array has all elements of a row or only one. For an earlier axis,
+        `flatten` broadcasts the other arrays in memory.
 
     Attributes:
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.

@@ -36,8 +36,8 @@ _MIXED_ELEMENTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`length` is the number of elements per vector, a multiple of `LANES`. `splits` CTAs compute the parts of a
-    sum."""
+    """`length` is the number of elements that a CTA loads at once, a multiple of `LANES`. Each sum is divided among
+    `splits` CTAs."""
 
     length: int
     splits: int
@@ -45,12 +45,12 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """An order of the axes in which a sum reads memory in long contiguous pieces.
+    """Arrangement of an array in which a kernel's sum reads memory in long contiguous pieces.
 
     Attributes:
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
-      order: permutation of the axes, or None.
-      columns: if not None, the data is reshaped to this number of columns, and padded with zeros to at least `LANES`.
+      order: permutation that transposes the array first, or None.
+      columns: if not None, the array is reshaped to this number of columns, and padded with zeros to at least `LANES`.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 
@@ -105,8 +105,8 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data are
-    `count` matrices of `blocks` blocks of columns. Each step adds one row's vector to a sum.
+    Along rows, `count` is the number of rows, and `blocks` is 1. A row's vectors are added to one number. Along
+    columns, each of `count` matrices is divided into `blocks` blocks of columns, whose rows are the vectors.
     """
 
     rows: Rows
@@ -121,8 +121,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a block reads in a step, and the first column. Along columns, the last two blocks may
-        overlap."""
+        """Return the row and first column of the vector that a sum adds in iteration `step`. Along columns, the last
+        two blocks of columns may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
