@@ -1,7 +1,7 @@
 """Compile kernels while the surrounding program is still being lowered.
 
-A thread compiles each kernel as soon as it is lowered. XLA would compile the kernels one after the other, after it has
-lowered the whole program. It later finds the kernel in Mosaic GPU's cache, or raises its errors again.
+XLA would otherwise compile the kernels one after the other, after it has lowered the whole program. XLA later finds the
+kernel in Mosaic GPU's cache, or raises its errors again.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 index a reference by a vector in registers, so these functions use Mosaic's operations.
 
 A block is an array `(lanes, width)` in registers, with `lanes` a multiple of `LANES`. Thread `i % LANES` of the
-warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes. A vector is an array `(lanes,)`.
+warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes.
 """
 
 import functools
@@ -267,8 +267,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each of `blocks`, one per list, to `list[array]`, beginning at element `start`. Drop elements beyond the
-    reference's end."""
+    """Write each of `blocks`, one per list, to `list[array]`, beginning at element `start`. Drop elements beyond its
+    end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -29,11 +29,11 @@ class Ring:
 
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
-      loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
-        warpgroup must wait for every phase of a barrier.
-      steps: number of the loop's steps, or None if the caller fetches only steps that exist.
+      loaded: barriers of the copies, one per stage, or in a ping-pong schedule per consumer and stage: a warpgroup must
+        wait for every phase of a barrier.
+      steps: number of steps, or None if the caller fetches only steps that exist.
       free: one barrier per stage, at which consumer warpgroups arrive after reading it, or None without a producer.
-      fixed_stage: the only stage that this ring uses, if warpgroups share the stages.
+      fixed_stage: the only stage, if warpgroups share the stages.
       turn: index of the consumer in a ping-pong schedule.
     """
 

@@ -3,8 +3,8 @@
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-The pipeline is in `linear_product_sm90`. The summed axis of dw is split (split-K) until all multiprocessors are busy,
-and XLA adds the splits' sums in a fixed order. The product of dyᵀ and columns of ones yields db.
+The summed axis of dw is split (split-K) until all multiprocessors are busy, and XLA adds the splits' sums in a fixed
+order.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits with many classes: one kernel for sums and maxima over the classes, and one for the
 gradient.
 
-A CTA computes one part of a row. In the first kernel, each thread keeps its logits' maximum, and the sum of their
-exponentials, which it rescales when the maximum grows.
+In the first kernel, each thread keeps its logits' maximum, and the sum of their exponentials, which it rescales when
+the maximum grows.
 """
 
 import dataclasses

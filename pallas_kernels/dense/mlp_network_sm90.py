@@ -22,7 +22,7 @@ EXAMPLES = 64
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs in a slice of a layer's weights: one row of an operand's tile."""
+"""Inputs in a slice of weights: one row of an operand's tile."""
 PIECE_COLUMNS = 128
 """Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
@@ -83,8 +83,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of weights, each with 32 inputs, fit in shared memory next to 64 examples' rows of the
-        widths `operands`."""
+        """Return how many slices of weights for 32 inputs fit in shared memory next to 64 examples' rows of the widths
+        `operands`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

@@ -16,8 +16,8 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Return a register layout for copying columns in device memory to rows in shared memory, one per example. A warp
-    copies 4 inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
+    """Register layout for copying columns in device memory to rows in shared memory, one per example. A warp copies 4
+    inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 

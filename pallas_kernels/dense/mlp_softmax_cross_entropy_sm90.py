@@ -52,8 +52,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """The kernel's references. `operands` are x and each hidden layer's outputs in shared memory, one row per example.
-    Only `forward_and_gradients` has `gradients` and `dx`."""
+    """`operands` are x and each hidden layer's outputs in shared memory, one row per example. Only
+    `forward_and_gradients` has `gradients` and `dx`."""
 
     x: Any
     labels: Any
@@ -150,8 +150,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """The kernel's references. `operands` are the gradients with respect to each layer's sums before ReLU, in shared
-    memory."""
+    """`operands` are the gradients with respect to each layer's sums before ReLU, in shared memory."""
 
     dy: Any
     labels: Any

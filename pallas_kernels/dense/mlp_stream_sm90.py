@@ -1,5 +1,4 @@
-"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use. A slice has 32
-inputs and all outputs of a product. TMA copies slices to a ring of stages."""
+"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use."""
 
 import dataclasses
 import functools

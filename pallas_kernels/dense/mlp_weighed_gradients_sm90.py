@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """The kernel's references. `sums` has each layer's dw, summed over 128 examples at a time. For a tile of dw, shared
-    memory holds gradients `left` and inputs `right`, with the examples last."""
+    """`sums` has each layer's dw, summed over 128 examples at a time. For a tile of dw, shared memory holds gradients
+    `left` and inputs `right`, with the examples last."""
 
     dy: Any
     x: Any
@@ -70,8 +70,6 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of dw. Each of two warpgroups loads half of the examples to shared memory, and computes half
-        of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)

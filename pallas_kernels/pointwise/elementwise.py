@@ -1,8 +1,7 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-The axes are divided into leading axes and trailing axes, which form a row. Along a row, each array has either all
-elements or a single one. A CTA applies the formula to one block of consecutive elements of a row. A row's last CTA also
-computes the elements after the last whole block.
+The axes are divided into leading axes and trailing axes, which form a row. A CTA applies the formula to one block of
+consecutive elements of a row. A row's last CTA also computes the elements after the last whole block.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-Along rows, a CTA sums part of a row to one element. Along columns, it sums part of a block of columns to one sum per
-column. XLA adds the parts.
+Each CTA computes part of a sum along rows or columns, and XLA adds the parts.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class _Walk:
 
     Attributes:
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
-      order: permutation that transposes the array first, or None.
+      order: permutation of the axes, or None.
       columns: if not None, the array is reshaped to this number of columns, and padded with zeros to at least `LANES`.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
@@ -122,7 +121,7 @@ class _Sums:
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and first column of the vector that a sum adds in iteration `step`. Along columns, the last
-        two blocks of columns may overlap."""
+        two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
