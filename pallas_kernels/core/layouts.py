@@ -103,7 +103,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return each of `sums` plus a matrix product. `add` takes one accumulator per sum, and adds the products with
+    """Return each of `sums` plus matrix products. `add` takes one accumulator per sum, and adds its products with
     `wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))

@@ -25,15 +25,15 @@ from pallas_kernels.core.mosaic import plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Stages of shared memory, which a kernel's loop fills and reads in turn, one per step.
+    """Stages of shared memory, which a loop fills and reads in turn, one per step.
 
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers of the copies, one per stage, or in a ping-pong schedule per consumer and stage: a warpgroup must
         wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
-      free: one barrier per stage, at which consumer warpgroups arrive after reading it, or None without a producer.
-      fixed_stage: the only stage, if warpgroups share the stages.
+      free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
+      fixed_stage: this ring's only stage, if warpgroups share the stages.
       turn: index of the consumer in a ping-pong schedule.
     """
 

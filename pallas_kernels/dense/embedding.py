@@ -108,8 +108,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the table's rows that at least `_LONG_RUN` tokens select, padded with the number of rows. The sorted
-    tokens of such a row contain a multiple of `_LONG_RUN`, so only these positions are tested."""
+    """Return the table's rows that at least `_LONG_RUN` tokens select, padded with the number of rows. Such a row's
+    tokens, when sorted, include a position that is a multiple of `_LONG_RUN`, so only these are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -151,15 +151,15 @@ class Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """Run this warpgroup as the producer or as a consumer, with the registers for its role. A step has `STEP`
-        elements of the summed axis.
+        """Run this warpgroup as producer or consumer, with the registers for its role. A step has `STEP` elements of
+        the summed axis.
 
         Args:
           ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for a step. `count` numbers
             all steps of the CTA.
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
             *accumulators)` starts a step's products, and waits for the previous step.
-          epilogue: `epilogue(tile, *sums)` stores its sums.
+          epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 
         @pl.when(warpgroup == PRODUCER)

@@ -37,8 +37,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Weights that TMA copies to shared memory in slices of 32 inputs. `products` has each matrix product's (inputs,
-    outputs), in the order of use. `weights` has all slices in device memory."""
+    """Weights that TMA copies to shared memory in slices of 32 inputs and all outputs. `products` has each matrix
+    product's (inputs, outputs), in the order of use. `weights` has all slices in device memory."""
 
     products: list[tuple[int, int]]
     weights: Any

@@ -140,7 +140,7 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows. A row consists of the axes from index `axis` on.
+    """Division of arrays that broadcast to `shape` into rows, which consist of the axes from `axis` on.
 
     Args:
       axis: by default the first axis for which each array has all elements of a row or only one. For an earlier axis,
