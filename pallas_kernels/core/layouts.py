@@ -74,9 +74,9 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box`. Bulk copies to the operand may begin only at multiples of its tiles in device memory, but copies to the box
-    anywhere. The simulator has only the operand."""
+    """Return shared memory with two views: an `operand` of shape `shape` for matrix products, and a `swizzled` box of
+    shape `box`. Bulk copies to the operand may begin only at multiples of its tiles in device memory, but copies to the
+    box anywhere. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
