@@ -212,7 +212,9 @@ def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
             "wants the version that wrote them"
         ) from None
     if [line.epoch for line in metrics] != list(range(1, checkpoint.epoch + 1)):
-        raise BrokenRun(f"{checkpoint.path} lacks the metrics of an epoch from 1 to {checkpoint.epoch}")
+        raise BrokenRun(
+            f"the epochs in the metrics of {checkpoint.path} differ from 1 to {checkpoint.epoch}; wants each once"
+        )
     return metrics
 
 
