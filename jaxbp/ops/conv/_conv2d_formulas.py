@@ -60,7 +60,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """Convolve, on a CPU with the channels last, because in a loop, XLA is slow with other layouts."""
+    """Convolve x with w. On a CPU, transpose to NHWC, because XLA is slow with other layouts inside of loops."""
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers

@@ -1,7 +1,4 @@
-"""Filters and paddings for the gradients of a convolution.
-
-dx is the convolution of dy, spaced out by the stride, with the rotated filters.
-"""
+"""Filters and paddings for the gradients of a convolution."""
 
 import jax.numpy as jnp
 
@@ -13,7 +10,10 @@ def flip_and_swap(w, groups):
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding of dy, spaced out by the stride, for which dx has the size of x."""
+    """Return the padding of dy for the gradient dx, the convolution of dy with the rotated filters.
+
+    Before the padding, dy is spaced out by the stride.
+    """
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -23,7 +23,7 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding (negative to crop) per axis with which x ends at the last element that a filter reads."""
+    """Return the padding of x per axis, negative to crop, so that x ends at the last element that filters read."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

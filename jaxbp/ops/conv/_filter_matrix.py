@@ -63,7 +63,7 @@ is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the kernel without tensor cores
+    """Return whether `banded_input_gradient` is faster than the Pallas kernel that does not use tensor cores
     (docs/lab/2026-11-25-lenet.md). `width` is the width of x."""
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
@@ -87,8 +87,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and `place`, the position of each pooling window's maximum, are `(K, P, Q, N)`. For each of P rows of windows,
-    dy is placed at the maxima, and one matrix product convolves it with the filters.
+    dy and `place`, the position of the maximum in each of P x Q pooling windows, are `(K, P, Q, N)`. For each row of
+    Q windows, dy is put at the maxima, and one matrix product convolves it with the filters.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
@@ -109,10 +109,10 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return a matrix that maps dy at position (r, s) of the q-th pooling window in a row to dx at (i, j).
+    """Return the matrix that maps dy in one row of Q pooling windows to dx, and the number of rows of that dx.
 
-    Its axes are (c, i, j) and (k, r, s, q). Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the
-    filter. Windows have S columns. Also return the number of rows i.
+    The axes are (c, i, j) of dx, and (k, r, s, q) of dy: channel k, row r, and column s of window q. Elements are
+    `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the filter. Windows have S columns.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

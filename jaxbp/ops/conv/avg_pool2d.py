@@ -25,10 +25,7 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Return each window's number of positions in the input or in its padding `counted`.
-
-    The shape is `(1, 1, out_height, out_width)`. If all numbers are equal, return one int.
-    """
+    """Return how many positions of each window are inside of the input, extended by the padding `counted`."""
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)

@@ -71,7 +71,7 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """For each window, return x, padded with `fill`, at the position in `indices`, or 0 if that exceeds the window."""
+    """Return each window's element of x, padded with `fill`, at its index, or 0 if the index exceeds the window."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 

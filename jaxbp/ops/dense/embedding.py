@@ -47,7 +47,7 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """Return cumulative sums of `values` over tokens, restarted wherever the table row in `rows` changes."""
+    """Return the cumulative sums of `values` along axis 0, restarted wherever the integer in `rows` changes."""
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):
@@ -73,7 +73,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the table's gradient by a scatter, which JAX can differentiate, unlike the loop in `_sums_of_runs`."""
+    """Compute the table's gradient by a scatter, which JAX can differentiate, unlike a `while_loop`."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)

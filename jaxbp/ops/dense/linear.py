@@ -66,7 +66,8 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`).
+      implementation: "pallas" calls cuBLAS, but runs jaxbp's kernels for gradients in exact float32
+        (`precision="highest"`).
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -111,7 +112,7 @@ def forward_in_float32(
     w: Float[AnyArray, "out_features in_features"],
     b: Float[AnyArray, "out_features"],
 ) -> Float[Array, "rows out_features"]:
-    """Return `x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
+    """Return `x wᵀ + b` in x's dtype, summed in float32."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)
 

@@ -1,7 +1,7 @@
 """Products of vectors and matrices, and the transpose.
 
-Arguments and dtypes are as in `jax.numpy`. `implementation="pallas"` calls cuBLAS, except in exact float32
-(`precision="highest"`).
+Arguments and dtypes are as in `jax.numpy`. With `implementation="pallas"`, `matmul` and `dot` call cuBLAS, but run
+jaxbp's kernels for gradients in exact float32 (`precision="highest"`).
 """
 
 import math

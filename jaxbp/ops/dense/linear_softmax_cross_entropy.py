@@ -68,7 +68,10 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return one loss per row, 0 where `kept` is False, and dlogits, or None if dy is None."""
+    """Return one loss per row of logits, and dlogits, the gradient of `Σ dy loss`, or None if dy is None.
+
+    Rows where `kept` is False have loss and gradient 0. If `kernel`, Pallas kernels compute the results.
+    """
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -116,7 +119,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows; only one chunk if `size` is None."""
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows (None: all rows)."""
     # Chunk i has rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)
@@ -130,7 +133,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return each row's loss, and (dx, dw, db), the gradients of `Σ dy loss`, or None for each if dy is None."""
+    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))

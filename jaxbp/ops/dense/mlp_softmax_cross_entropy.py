@@ -26,7 +26,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals saved without kernels. `hidden` has one matrix per hidden layer: its outputs, one row per example."""
+    """Residuals of the forward in jnp. `hidden` has the output of each hidden layer, `(examples, features)`."""
 
     x: Array
     labels: Array
@@ -85,8 +85,8 @@ def _gradients(dy, saved, *, precision):
 class WideRows(NamedTuple):
     """Residuals of the forward kernel for large batches. Zeros pad the batch to a multiple of 128.
 
-    Each row of `hidden` has one example's outputs of a hidden layer, then 1, then zeros. The next layer's
-    dzᵀ times these rows has the columns of dw, then db.
+    Each row of an array in `hidden` has one example's outputs of a hidden layer, then 1, then zeros. With the
+    gradient dz of the next layer, `dzᵀ hidden` is therefore dw, then a column with db, then zeros.
     """
 
     # With other padding, sums over examples could multiply infinity by 0.
@@ -99,8 +99,8 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the forward kernel for small batches. Instead of the logits, they have the gradients of each
-    example's loss with respect to the logits, the hidden layers, and x. The backward multiplies them by dy."""
+    """Residuals of the forward kernel for small batches. `gradients` has the gradients of each example's loss with
+    respect to the logits, the hidden layers, and x. The backward multiplies them by dy."""
 
     # For an invalid label, the gradients are 0, and `dy_of_valid` replaces dy by NaN or 0.
 

@@ -28,7 +28,6 @@ def _along(a, x, channel_axis):
 
 
 def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
-    """Return ((y, mean, var), residuals). Without `wide`, mean and var are rounded to x's dtype."""
     over = _over(x, channel_axis)
     mean, rest = mean_and_rest(x, over)
     centred = (upcast(x) - mean) - rest

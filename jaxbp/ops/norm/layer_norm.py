@@ -79,8 +79,8 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider. y is the forward's result, or None
-    without `with_y`."""
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider. y is the normalization's result, or
+    None without `with_y`. (offset, inv_std) are from `row_statistics`, or None."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)

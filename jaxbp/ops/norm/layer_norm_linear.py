@@ -1,4 +1,4 @@
-"""LayerNorm and a dense layer in one op. x̂ is x after normalization, before scale and bias."""
+"""LayerNorm and a dense layer in one op."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""From this number of rows per output on, keeping x̂ is faster (docs/lab/2026-11-25-norm.md)."""
+"""From this number of rows per output on, saving the normalized rows is faster (docs/lab/2026-11-25-norm.md)."""
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
@@ -66,9 +66,9 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the forward saves the normalized rows x̂ instead of x, and multiplies them by `w * scale`.
+    """Return whether the forward saves the normalized rows instead of x.
 
-    It does not in float16, where `w * scale` could lose digits.
+    In float16 it does not, because `w * scale`, which multiplies these rows, could lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
@@ -127,7 +127,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # The "xla" forward keeps x. Only derivatives of the "pallas" backward get x̂.
+    # The "xla" forward keeps x. Only derivatives of the "pallas" backward get `normalised`.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))

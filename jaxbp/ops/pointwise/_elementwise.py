@@ -1,4 +1,4 @@
-"""Pairs of element-wise ops."""
+"""Element-wise ops with their backwards."""
 
 import functools
 import math
@@ -20,12 +20,12 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 class Elementwise(Pair):
-    """A pair of element-wise formulas with NumPy's broadcasting.
+    """An element-wise op and its backward, with NumPy's broadcasting.
 
     Args:
       gradient: `gradient(dy, *arrays, **options)` returns one gradient per array.
       in_kernels: replaces `gradient` in kernels, if they do not support its operations.
-      keeps_result: whether the backward gets the result y instead of x. `gradient(dy, y)` must equal `gradient(dy, x)`.
+      keeps_result: whether the forward saves y instead of x. `gradient(dy, y)` must equal `gradient(dy, x)`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WithNumber:
 
     Args:
       gradient: `gradient(dy, *arrays, number)` returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)` returns the number's gradient, one term per element.
+      number_gradient: `number_gradient(dy, *arrays, number)` returns each element's term of the number's gradient.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -150,8 +150,6 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute gradients with one kernel for all arrays of dy's shape, and one kernel per broadcast array."""
-
     def select(wanted):
         def formula(*values):
             gradients = gradient(*values)

@@ -48,11 +48,7 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return the "xla" and "pallas" backwards with the gradient `formula(dy, a, *statistics(a, axis), **options)`.
-
-    Before `statistics` reduces a, elements that `where` excludes become `excluded`.
-    """
-    # The statistics are recomputed from a, because the forward's result is rounded.
+    # `statistics(a, axis)` are recomputed from a, because the forward's result is rounded.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
         wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
@@ -117,7 +113,7 @@ def included_count(where, shape, axis, keepdims):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `max(a)` and `Σ exp(a - max(a))`, but 1 where all elements are -inf, so that the gradient is 0."""
+    """Return `max(a)` and `Σ exp(a - max(a))`. If all elements are -inf, the sum is 1, so that the gradient is 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
@@ -143,7 +139,6 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return each element's row-major index over the reduced axes, with size 1 along other axes."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 

@@ -85,7 +85,7 @@ _SATURATION = 1000.0
 
 
 def _saturating(function):
-    """Replace `function(x)` by 0 for x < -1000 and by x for x > 1000, where it may multiply 0 by infinity."""
+    """Return `function`, but 0 for x < -1000 and x for x > 1000, where its formula may multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -390,7 +390,8 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with the sum over the included elements."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with y as in `log_softmax` and the sum over the included
+    elements."""
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 

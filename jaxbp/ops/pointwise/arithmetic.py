@@ -25,7 +25,7 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
-    """Return `x1 ** x2`, with correct autodiff derivatives at zero."""
+    """Return `x1 ** x2`, with correct autodiff derivatives at x1 = 0."""
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
     # 0 ** 0 has the derivative 0 with respect to the base.
@@ -73,7 +73,7 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a * b` as two float32 numbers to add. The first is the exact product of a and b truncated to 12 bits."""
+    """Return `a * b` as two float32 numbers to add. The first is exact: a times b, each truncated to 12 bits."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)

@@ -42,7 +42,7 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`. At x = y = 0, it is 0, with the derivatives -inf (x) and 0 (y)."""
+    """Return `x ln y`, and 0 at x = y = 0."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
@@ -285,7 +285,8 @@ def sigmoid_binary_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
-    `dlabels = dy (ln σ(-x) - w ln σ(x))`. w gets no gradient."""
+    `dlabels = dy (ln σ(-x) - w ln σ(x))`. x are the logits, y are the labels, and w is `pos_weight`, which gets no
+    gradient."""
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
     vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
@@ -329,6 +330,6 @@ def kl_divergence_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, with p and q as in
-    `kl_divergence`."""
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, where p are the
+    targets, and q the `log_predictions`."""
     return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

@@ -1,8 +1,7 @@
 """Reductions over any axes.
 
 Results have the dtype of a. `axis` is one int, several ints, or None for all axes. The boolean array `where` broadcasts
-to a. An element where it is False is excluded, and has the gradient 0, even if the element is NaN. n counts the
-included elements.
+to a. An element where it is False is excluded, and has the gradient 0, even if the element is NaN.
 """
 
 from collections.abc import Sequence
@@ -103,7 +102,7 @@ def mean_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `mean`: `daᵢ = dy / n`."""
+    """Gradient of `mean`: `daᵢ = dy / n`, for n included elements."""
     return _backward(MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
@@ -133,7 +132,7 @@ def var_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
+    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`, for n included elements."""
     return _backward(VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
 
 
@@ -229,7 +228,7 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, with y as in `logsumexp`."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 
