@@ -1,8 +1,7 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
 A barrier prevents XLA from merging, moving, or repeating computations. Before jaxlib 0.11.1, XLA's CPU compiler removes
-every barrier before it optimizes. In these versions, a function call that XLA must not inline (`inlineable`) replaces
-the barrier.
+every barrier before it optimizes, so a function call that XLA must not inline (`inlineable`) replaces it.
 """
 
 import functools

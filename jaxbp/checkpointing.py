@@ -1,7 +1,6 @@
 """Backpropagation through many steps with bounded memory.
 
-The policy "logarithmic" divides the steps into n segments of about log2(steps) steps, and keeps the states before about
-log2(n) segments (binomial checkpointing).
+The policy "logarithmic" is binomial checkpointing of segments of about log2(steps) steps.
 """
 
 import dataclasses
@@ -129,7 +128,6 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps, given the state before the first step, `start`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -150,14 +148,14 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan for the backward of n segments of steps, last segment first, in memory for a few states (slots).
+    """A plan for the backward of n segments (runs of steps), last segment first, with memory for few states.
 
     Attributes:
-      slots: their number. An extra slot receives states that are not kept.
+      slots: the number of states that fit. An extra slot receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
         segment that begins with this state, and the first index in `slots_on_the_way`.
-      slots_on_the_way: for each recomputed segment, the slot for the state before it.
+      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
     """
 
     slots: int
@@ -185,10 +183,11 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Plan the backward of n segments of steps, with memory for `slots` states, one per slot.
+    """Plan the backward of n segments (runs of steps), with `slots` slots, each for one state.
 
-    Return `(segment, slot, start, stores)` per segment, last first: from the state before segment `start`, in the slot,
-    recompute the steps up to `segment`. `stores` maps segments to slots that keep the states before them.
+    Return `(segment, slot, start, stores)` per segment, last first. The slot has the state before segment `start`, from
+    which segments `start` to `segment - 1` are recomputed. `stores` maps some of them to slots for the states before
+    them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -219,7 +218,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
         memory         bytes                                     each layer is recomputed
         "all"          every intermediate result of every layer  never
         "states"       n c                                       once
-        k              (n / k + k) c                             twice
+        an int k       (n / k + k) c                             twice
         "logarithmic"  about log2(n) c                           up to log2(n) times
         None           2 √n c, because k = √n                    twice
 
@@ -277,7 +276,7 @@ def checkpointed_scan(
         memory         carries kept                       bytes                           each step is recomputed
         "all"          as in JAX                          every result of every step      never
         "states"       before every step                  T c                             once
-        k              before every k-th step             (T / k + k) c, least for k = √T twice
+        an int k       before every k-th step             (T / k + k) c, least for k = √T twice
         "logarithmic"  before about log2(T) of the steps  about 2 log2(T) c               about log2(T) / 2 times
 
     Raises:

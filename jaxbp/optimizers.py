@@ -1,4 +1,4 @@
-"""An Optax optimizer that updates all parameters in one launch (docs/api.md)."""
+"""An Optax optimizer that updates many parameters in one launch (docs/api.md)."""
 
 import dataclasses
 import functools
@@ -71,7 +71,7 @@ def fused_adamw(
     clip: Number | None = None,
     implementation: Implementation = None,
 ) -> FusedOptimizer:
-    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch::
+    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates up to 64 arrays per launch::
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
@@ -83,7 +83,7 @@ def fused_adamw(
     `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.
 
     Args:
-      mask: as in `optax.adamw`. With a mask, there are two launches per dtype.
+      mask: as in `optax.adamw`. With a mask, parameters with and without weight decay need separate launches.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
         kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None is Optax.
 
@@ -124,8 +124,7 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as an Optax transformation and as a kernel. `numbers` has the hyperparameters that are not arrays, and
-    the methods' argument `arrays` has the other hyperparameters."""
+    """AdamW as an Optax transformation and as a kernel."""
 
     numbers: Mapping[str, Any]
     mask: Any

@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offsets `(rows, columns)` in the image of the convolution windows that one pool window combines."""
+        """The offset `(rows, columns)` of each convolution window in a pool window from the first, in the image."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -84,10 +84,10 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Gather elements of the padded image x, one array per convolution window that a pool window combines.
+        """Return elements of the padded image x, in one array for each of the convolution windows in a pool window.
 
         `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Each
-        returned array is `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
+        returned array is `(*axes, rows, columns, ...)`, with one row and column per pool window.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)

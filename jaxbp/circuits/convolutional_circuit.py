@@ -209,10 +209,10 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """An image in the memory of the C code. A row of memory holds one element of the image, for 512 samples.
+    """An image in the memory of the C code. A memory row holds one element of the image.
 
     Attributes:
-      first: the row of the first element.
+      first: the memory row of the first element.
       shape: the shape with padding.
       corner: the padding above and to the left.
     """

@@ -29,8 +29,8 @@ _LEAF = np.array([False, True])
 class Netlist(ByContent):
     """Gates in topological order.
 
-    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth, which is the
-    number of gates on the longest path from an input, and gates of equal depth by function.
+    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth (the number of
+    gates on the longest path from an input), then by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -113,7 +113,8 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs for samples packed in words of any unsigned dtype. A NumPy x gives a NumPy array."""
+        """Return the outputs for samples packed into words of any unsigned dtype, one bit per sample. A NumPy x gives a
+        NumPy array."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -176,7 +177,7 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the C code's tables, one per group of gates with equal depth and function.
+        """Return one `Table` of the C code per group of gates with equal depth and function.
 
         Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
         """
@@ -190,8 +191,8 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort the gates by the first block that needs them, so that the block's
-        gates fit into the CPU's cache."""
+        """Sort the gates by the first block of outputs that needs them, so that a block's gates fit into the CPU's
+        cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -264,8 +265,8 @@ class _Builder:
     """A netlist that is simplified while gates are added.
 
     Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
-    and literal `2 * n + 1` its inversion. A gate reads two nodes, the lower node first, depends on both, and is 0 if
-    both are 0.
+    and literal `2 * n + 1` its inversion. So that equal gates are found, a gate reads two nodes, the lower node first,
+    depends on both, and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):

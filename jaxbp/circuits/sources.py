@@ -249,8 +249,8 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function that do not read each other.
 
-    The C code's memory has one row per value, for 512 samples. The columns of `gates` are the row of each gate's
-    result, counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
+    The generated C code stores each value, for 512 samples, in one row of its memory. Each gate `(y, a, b)` of
+    `gates (n, 3)` reads rows `reads + a` and `reads + b`, and writes row `writes + y`.
     """
 
     function: int
@@ -260,8 +260,8 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which point to rows `reads` and `writes` of
-    memory."""
+    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which evaluates a convolution. The pointers are
+    to the memory rows `reads` and `writes` (see `Table`)."""
 
     function: str
     reads: int
@@ -278,10 +278,10 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """Return C99 source as described in `Circuit.to_c`.
+    """Return C99 source that evaluates the tables in order, as described in `Circuit.to_c`.
 
-    The C code's memory has `rows` rows, one per value. The first hold the inputs. The others are initially 0.
-    `outputs` has the row of each output, counted from row `last`.
+    The code's memory (see `Table`) has `rows` rows. The first hold the inputs. The others are initially 0.
+    Output i is in row `last + outputs[i]`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

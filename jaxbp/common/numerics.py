@@ -1,4 +1,4 @@
-"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes keep size 1."""
+"""The dtypes in which ops compute, and accurate sums. Reduced axes keep size 1."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def wide(dtype: DTypeLike) -> DTypeLike:
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
     """Return the mean of the elements where `where` is True, and its rounding error, `rest`. Deviations
-    `(a - mean) - rest` keep their digits even for a large mean."""
+    `(a - mean) - rest` are accurate even for a large mean."""
     # `mean + rest` does not depend on `mean`, so `mean` needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)

@@ -1,4 +1,4 @@
-"""LeNet, the MLP-Mixer, and networks of logic gates. `jaxbp.nnx` has layers that replace the layers of Flax."""
+"""LeNet, the MLP-Mixer, and networks of logic gates."""
 
 from jaxbp.nn.lenet import LeNet as LeNet
 from jaxbp.nn.lenet import MemoryRow as MemoryRow
