@@ -148,10 +148,10 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan for the backward of n segments (runs of steps), last segment first, with memory for few states.
+    """A plan for the backward of n segments (runs of steps), last segment first, with memory for few states (slots).
 
     Attributes:
-      slots: the number of states that fit. An extra slot receives states that are not kept.
+      slots: their number, without an extra slot that receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
         segment that begins with this state, and the first index in `slots_on_the_way`.
@@ -186,8 +186,8 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Plan the backward of n segments (runs of steps), with `slots` slots, each for one state.
 
     Return `(segment, slot, start, stores)` per segment, last first. The slot has the state before segment `start`, from
-    which segments `start` to `segment - 1` are recomputed. `stores` maps some of them to slots for the states before
-    them.
+    which segments `start` to `segment - 1` are recomputed. `stores` maps some of these segments to slots for the
+    states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []

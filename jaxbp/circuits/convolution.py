@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offset `(rows, columns)` of each convolution window in a pool window from the first, in the image."""
+        """The offset `(rows, columns)`, in the image, of each convolution window from the first of its pool window."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -84,7 +84,7 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return elements of the padded image x, in one array for each of the convolution windows in a pool window.
+        """Return elements of the padded image x, in one array per convolution window of a pool window.
 
         `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Each
         returned array is `(*axes, rows, columns, ...)`, with one row and column per pool window.
