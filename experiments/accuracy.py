@@ -155,7 +155,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the offsets and scales that fit in the dtype, and the shifted arguments, `(places, draws, *shape)`."""
+        """Return each `Place` whose values fit in the dtype, and the shifted arguments, `(places, draws, *shape)`."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):

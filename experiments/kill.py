@@ -1,4 +1,4 @@
-"""Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run."""
+"""Test that a training run resumes after kills at random moments."""
 
 import contextlib
 import dataclasses

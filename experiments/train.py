@@ -107,7 +107,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return the last three arguments of process 0. Raise UserError if this process has other data or another model."""
+    """Return process 0's last three arguments. Raise UserError if its data or model differ from this process's."""
     checksum = np.uint32(0)
     if jax.process_count() > 1:
         for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):
@@ -126,7 +126,7 @@ def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
     With `--resume` and `--run-dir`, omitted settings come from the saved run. Raise UserError if no run is saved, or if
-    its settings differ. `--epochs` may increase. Invalid arguments raise SystemExit.
+    its settings differ. `--epochs` may increase.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")

@@ -1,7 +1,7 @@
 """Compare two runs of the bench, but not the times of other libraries.
 
-An implementation of a workload is slower if its median time grew by more than the threshold, and its fastest new round
-took longer than its slowest old round. It is also slower if it fails only in the new run.
+An implementation of a workload is slower if its median time grew by more than the threshold, and every timing round of
+the new run took longer than every round of the old run. It is also slower if it fails only in the new run.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Layers of logic gates in plain JAX with four coefficients per gate: the fastest known form under autodiff.
 
 A gate computes `c0 + c1 a + c2 b + c3 ab` of its inputs a and b. Inputs are transposed to `(inputs, batch)`, so that a
-gather reads whole rows.
+gather reads one contiguous row per input.
 """
 
 import jax

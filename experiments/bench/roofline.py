@@ -65,7 +65,7 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     """Return the best rate of `kind` ("copy", "read", or "write") in bytes per second, or 0 if none was measured.
 
-    Round `working_set` down to a measured size. Ignore the rates of smaller sizes, which may fit in the cache.
+    Ignore rates for smaller working sets, which may fit in the cache.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -148,7 +148,6 @@ def _bytes(avals: Any) -> int:
 
 
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
-    """Count the bytes of an argument that the jaxpr reads. A gather reads the size of its result."""
     size, read = _bytes([argument.aval]), 0
     if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
         return size
@@ -182,7 +181,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Count multiplications, except those by padding or inserted zeros."""
+    """Count a convolution's multiplications, except with padding or inserted zeros."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

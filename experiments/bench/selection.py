@@ -53,7 +53,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return the first workload per module of ops and per kind of training step, with its middle batch size."""
+    """Map the first workload per module of ops and per kind of training step to the middle one of its batch sizes."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}

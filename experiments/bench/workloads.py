@@ -59,7 +59,10 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size, a key of `entry.real`. For a forward, also compute the gradients."""
+    """Return the workload of an op at one size, a key of `entry.real`.
+
+    It also computes gradients, unless the op is a backward.
+    """
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -95,15 +98,12 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Count the operations in the gates of an automaton, or 0 for other ops.
-
-    A backward recomputes all gates except the last layer of the last tick.
-    """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
         return 0
     _, height, width, channels = state.shape
     gates = automaton.gates_a_cell * case.options.get("steps", 1)
+    # A backward recomputes all gates except the last layer of the last tick.
     return (GATE_OPERATIONS * gates - FORWARD_OPERATIONS * channels * backward) * batch * height * width
 
 

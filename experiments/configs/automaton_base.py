@@ -1,6 +1,6 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is the start state's seed, and the number of the optimizer step.
+A training example is two integers: the seed of a start state, and the number of the optimizer step.
 """
 
 import dataclasses
@@ -209,7 +209,10 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return a setting at an optimizer step: 0 for a share `hard_from` of the steps, then growing linearly."""
+        """Return the setting `field` at an optimizer step.
+
+        It is 0 for a share `hard_from` of the steps, then grows linearly to its configured value.
+        """
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

@@ -35,10 +35,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the least number of wrong cells if, before the last tick, gates pass on the inputs that `drawn` selects.
+    """Return the number of wrong cells if the last tick computes the best function of 3 x 3 neighborhoods.
 
-    The last tick may apply any function of 3 x 3 neighborhoods, but no function is right for cells with equal
-    neighborhoods and different targets.
+    No function is right for cells with equal neighborhoods and different targets. In earlier ticks, each gate passes on
+    its input b where `drawn` is True, else a.
 
     Args:
       start: `(height, width, channels)`.
@@ -90,7 +90,7 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a value moves diagonally from channel 0 to another, then in the same direction to channel 0."""
+    """Return whether channel 0's value moves diagonally to another channel, then in the same direction to channel 0."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 

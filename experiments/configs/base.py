@@ -98,7 +98,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return how often training restarts before an epoch. Each restart has new initial parameters."""
+        """Return how often training has restarted before an epoch, each time with new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:

@@ -1,7 +1,7 @@
 """The experiment `logic-conv`, whose kernels are trees of 7 logic gates.
 
-With k kernels in the first convolution, the network `MNIST` has 8939 k gates, counted once per position.
-Its or-pools, each the OR of a window's bits, have 657 k more:
+With k kernels in the first convolution, the network `MNIST` has 8939 k gates. A kernel's gates count once per position
+in the image. Or-pools, each the OR of a window's bits, have 657 k more gates:
 
     size s (k = 16)     143,024 and 10,512      published: 147,000
     size m (k = 64)     572,096 and 42,048      published: 566,000

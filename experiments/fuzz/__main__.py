@@ -1,9 +1,9 @@
-"""Run ops with random shapes, dtypes, options, data, and JAX transformations, and compare the results with float64.
+"""Compare ops with float64 in random cases of shapes, dtypes, options, data, and JAX transformations.
 
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-A failing case is reduced, and printed as Python code. A case whose child process dies or hangs counts as a crash, and
-runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff. The JSON
+A failing case is simplified, and printed as Python code. A case whose child process dies or hangs counts as a crash,
+and runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff. The JSON
 file has the fields of every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases 0 to cases - 1 of this seed were run

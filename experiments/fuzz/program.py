@@ -25,7 +25,7 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""The kinds of data. Each program runs on all of them, because compiling takes longer than running.
+"""The kinds of data. Each program runs on all, because compiling takes longer.
 
 "with ruled-out entries" puts -inf into the first argument, and zeros into weights.
 """
@@ -66,7 +66,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Zero the cotangent for invalid labels, and if `kind` is "under a mask", for a random half of the elements."""
+        """Set the cotangent to 0 for invalid labels. If `kind` is "under a mask", also set a random half to 0."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether no second derivatives are computed. At infinities, they may differ between equivalent formulas."""
+        """Whether the program computes no second derivatives. At infinities, these depend on the formula."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property

@@ -17,7 +17,7 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""A tolerance that is strict enough to find formulas that lose digits."""
+"""Strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16."""
 HEADROOM = 4
@@ -68,7 +68,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return autodiff's float64 results `exact`, or jaxbp's `ours` where any value passes: NaN, or allowed overflow."""
+    """Return autodiff's float64 result `exact`, but jaxbp's result `ours` where any value is right.
+
+    Any value is right where `exact` is NaN, and infinity and NaN where `exact` is near the dtype's largest number.
+    """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)
     return np.where(np.isnan(exact) | (is_nearly_too_large & ~np.isfinite(ours)), ours, exact)

@@ -53,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per kind of data. After a failure, also yield one for a simpler program, if it fails."""
+    """Run a random op, and yield one outcome per kind of data. After a failure, also yield a simpler op that fails."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -68,7 +68,6 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure an op's errors at all offsets and scales, and again with more random draws if an error is too large."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):

@@ -71,7 +71,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state in hexadecimal, channel after channel and row after row, with eight digits per 32 cells."""
+    """Encode a state in hexadecimal, channel by channel and row by row, with eight digits per 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

@@ -3,8 +3,8 @@
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
 
 A dense layer of the model is `linear(h, w, b) + linear(linear(h, down), up)`. The matrices `down` and `up` are an
-adapter (LoRA, arXiv:2106.09685). The field `wanted` says whether a program computes the gradients of the "adapters" or
-of "all" parameters.
+adapter (LoRA, arXiv:2106.09685). A row's `wanted` says whether a program computes the gradients of the "adapters" or of
+"all" parameters.
 """
 
 import argparse

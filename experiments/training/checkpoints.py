@@ -56,7 +56,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each saved array, by path. The arrays are not read."""
+        """The shape and dtype of each saved array, by path."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -211,7 +211,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Map paths to arrays. If a variable has only one array, its path does not end in `/value`."""
+    """Map paths in `state` to arrays, without the suffix `/value` of variables with one array."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

@@ -198,8 +198,8 @@ def train_epoch(
     The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
 
     Returns:
-      The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a
-        loss scale, a step without finite values keeps the parameters. Without it, the last result is True.
+      The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. Without
+        a loss scale, steps count as finite. With it, a step without finite values keeps the parameters.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

@@ -1,7 +1,7 @@
 """Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
-Each other process connects to the port after the coordinator's. In one line, it sends its number, the number of
-processes, and a secret token. It receives the settings.
+Each other process connects to process 0 at the port after the coordinator's. In one line, it sends its number, the
+number of processes, and a secret token. Process 0 answers with the settings of the run.
 """
 
 import argparse
@@ -275,7 +275,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read a connection's next line, and no further. Raise OSError if it is too long or slow."""
+    """Read one line from a socket, and nothing after it. Raise OSError if it is too long or slow."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -91,7 +91,7 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """If the config sets `resume`, lock the directory and open its run. Otherwise, `begin` creates a run.
+        """If the config sets `resume`, lock the directory and load its run. Otherwise, `begin` creates a run.
 
         Raises:
           UserError: if there is no run to resume, if its settings differ, or if a new run's directory is not empty.
@@ -183,7 +183,7 @@ class RunDirectory:
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove temporary files of killed processes. Rewrite config.json and metrics.jsonl from the checkpoint."""
+        """Remove temporary files. Restore config.json and metrics.jsonl from the checkpoint, if `loud` with a warning."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -203,7 +203,6 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics. Raise BrokenRun unless they have every epoch and exactly the fields of `Metrics`."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

@@ -43,9 +43,9 @@ for `task.small`, and `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield PyTorch's modes for a task: "eager", and on a GPU also "CUDA graph" and `modes`, the fastest last.
+    """Yield a task's variants, one per mode of PyTorch: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the last `best` modes.
+    If `task.choice` is "best", yield only the last `best` modes, which may be the fastest.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -80,7 +80,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build`, which prepares calls of an op for a task and a mode. Forwards also compute the gradients."""
+    """Return a `Build`, which prepares calls of a task's op in a mode. Ops in `forwards` also compute gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -116,7 +116,6 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the mean and 1/std of each row of x in float32, or only 1/rms if not `centred`."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)

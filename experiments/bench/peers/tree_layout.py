@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Split the leaves of trees of gates into the first and second inputs of the gates next to them.
+    """Split the leaves of trees of gates into the first and second inputs of the lowest gates.
 
     A leaf is a position in an image: (channel, row, column) in `leaves`, (row, column, channel) in the result.
     """
