@@ -107,7 +107,10 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return process 0's last three arguments. Raise UserError if its data or model differ from this process's."""
+    """Return process 0's `state`, `epochs_done`, and `is_done`.
+
+    Raise UserError if this process has other data or another model.
+    """
     checksum = np.uint32(0)
     if jax.process_count() > 1:
         for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):

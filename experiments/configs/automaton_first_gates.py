@@ -37,8 +37,8 @@ def separating(
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
     """Return the number of wrong cells if the last tick computes the best function of 3 x 3 neighborhoods.
 
-    No function is right for cells with equal neighborhoods and different targets. In earlier ticks, each gate passes on
-    its input b where `drawn` is True, else a.
+    In earlier ticks, each gate passes on its input b where `drawn` is True, else a. No function is right for cells with
+    equal neighborhoods and different targets.
 
     Args:
       start: `(height, width, channels)`.

@@ -66,7 +66,10 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Set the cotangent to 0 for invalid labels. If `kind` is "under a mask", also set a random half to 0."""
+        """Set the cotangent to 0 for examples with invalid labels.
+
+        If `kind` is "under a mask", also set a random half of its elements to 0.
+        """
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
@@ -113,7 +116,7 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program computes no second derivatives. At infinities, these depend on the formula."""
+        """Whether the program has no second derivatives. At infinities, second derivatives depend on the formula."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
