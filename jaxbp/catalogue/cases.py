@@ -53,7 +53,7 @@ MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return a causal depthwise convolution's case. `sizes` is the shape of x in `layout`, without the batch."""
+    """Return a `Case` of a causal depthwise convolution. `sizes` is the shape of x in `layout`, without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -63,7 +63,7 @@ def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
 def pair_entries(
     function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:
-    """Return the entries of a function and of its public backward.
+    """Return the catalogue's entries of a function and of its public backward.
 
     Cases contain the arguments `(dy, *arguments)`. The function takes `arguments`, and the backward
     `(dy, *arguments[takes])`. `like` is as in `Entry`; if it names the function, only the backward gets it.
@@ -124,7 +124,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Set `kink_convention=False` for ops that send the gradient to the first of equal numbers. Autodiff divides it."""
+    """Set `kink_convention=False` for ops that send the whole gradient to the first of equal numbers, not to all."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -167,7 +167,6 @@ def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, win
 
 CELL = AutomatonArgument(2, 1, (8, 4, 2), (4, 2))
 CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
-"""The wires of the published automaton that grows a checkerboard."""
 
 
 def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:

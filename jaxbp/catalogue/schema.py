@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires between gates, which no random key changes. The Python expression `code` creates them."""
+    """Wires between logic gates, which are equal for all random keys. The Python expression `code` creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str
@@ -158,7 +158,7 @@ class Entry:
       small: the case for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
       kernel_dtypes: the dtypes of the function's kernels; empty if it has none.
-      like: the name of an entry that differs only in its formula. Only that entry is tested in full.
+      like: the name of an entry that differs only in its formula, and which many tests use instead.
       kink_convention: whether the gradient equals autodiff's where the function has no derivative.
     """
 

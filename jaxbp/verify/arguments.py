@@ -53,7 +53,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return a function from the floating arrays to the list of floating results. Other arrays are fixed."""
+        """Return `function` as a function of the floating arrays. Other arrays are constants."""
 
         def call(*values):
             values = iter(values)

@@ -21,14 +21,13 @@ BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """The relative difference that summing in another order may cause."""
 TF32 = 1e-2
-"""The relative difference that rounding factors to TF32 may cause."""
 AS_FAST = 1.05
 HOST_BOUND = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`. `measured` begins with the reference."""
+    """The findings of `compare`, one in `measured` per implementation, first the reference."""
 
     function: str
     device: str
@@ -61,7 +60,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return HTML, with the HTML `before` and `after` around the comparison."""
+        """Return an HTML page with `notes` at its top, and the HTML `before` and `after` around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),

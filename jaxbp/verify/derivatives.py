@@ -23,7 +23,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
     """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`
     along `order - 1` directions.
 
-    Here, y are results, and c cotangents. The square makes `dy = c (1 + y)` depend on y, so that the backward is also
+    The results are y, the cotangents c. The square makes `dy = c (1 + y)` depend on y, so that the backward is also
     differentiated with respect to dy.
     """
 
@@ -52,7 +52,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results, gradients, and higher derivatives of a function, as compiled programs.
 
-    Gradients are differentiated in forward mode (False) or reverse mode (True), the first in `modes` that succeeds.
+    Gradients are differentiated in the first mode in `modes` that succeeds: forward (False) or reverse (True).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Derivatives:
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivatives, for results y and cotangents c."""
+        """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivative along `directions`, for results y."""
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -87,9 +87,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for derivatives of an order, before `jit`. With `square`, order 1 is as in `with_square`.
+        """Return the function that `jit` compiles for this order. With `square`, order 1 is as in `with_square`.
 
-        Above order 1, call `with_square` first.
+        Above order 1, call `with_square` before, because it selects forward or reverse mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -10,9 +10,7 @@ from jaxbp.verify.derivatives import Arrays, flat, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
-"""One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
 """If the step shrinks, a convergent slope changes by at most the fraction `CONVERGED`, and an infinite slope grows by
 more than the factor `DIVERGED`."""
@@ -23,7 +21,7 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of an op's arguments, for results y and cotangents c.
 
     Attributes:
-      low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger one-sided slope.
+      low, high: sums over the terms of `Σ c y`. Each term counts with its smaller or its larger one-sided slope.
       noise: the rounding error of `central`, from the results y that the step changes.
       noise_of_all: the rounding error from all results y, because a small step may leave y unchanged.
     """
@@ -41,7 +39,7 @@ class Differences:
     """Finite differences with respect to elements of an op's arguments.
 
     `moved(values, base)` returns the op's results at `values`, with the relative rounding error `eps`. Arguments of
-    `stop_gradient` keep their values at `base`.
+    `stop_gradient` inside the op keep the values that they have at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -70,7 +68,10 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """For each k below `count`, return the results if element `indices[k]` of all arguments is `numbers[k]`."""
+        """Return the op's results for each k below `count`.
+
+        Element `indices[k]` of the flat, joined arguments is then `numbers[k]`.
+        """
 
         def results(index, number):
             first, moved = 0, []
@@ -136,7 +137,7 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return slopes of elements at which autodiff is not finite. `look` is as in `confirmed`.
+    """Return slopes of elements at which autodiff is not finite. `look(which, steps)` returns their `Slopes`.
 
     A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
     """

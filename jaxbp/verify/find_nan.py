@@ -70,9 +70,6 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
       arguments: pytrees of arrays.
       options: static.
 
-    Returns:
-      The operation, or None.
-
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.
 

@@ -23,19 +23,18 @@ FACTOR_ELEMENTS = 8
 """With fewer elements, a common factor proves no mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
 ROUNDINGS = 16
 """The largest distance of a kink "near" the data, in roundings of its largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
 """The largest distance of a kink "at" the data, relative to its largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A jump is at most `KINK_WIDTH` times the largest element wide. `WORK` limits tested elements × halvings × size."""
+"""A jump is at most `KINK_WIDTH` times the largest element wide."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An implementation's array `a`, and the array `e` to compare it with: `expected.arrays[i]` except at kinks."""
+    """An implementation's array `a`, and the expected `e`: `expected.arrays[i]`, or autodiff's numbers at kinks."""
 
     point: Point
     expected: Expected
@@ -57,7 +56,7 @@ class Judge:
     """Comparison of implementations' results and derivatives with a float64 reference.
 
     Args:
-      convention: `kink_convention` of `check`.
+      convention: as `kink_convention` in `check`.
       precision: the forward's dtype if it is less precise than the arguments.
     """
 
@@ -104,7 +103,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return masks of the elements to compare with `case.e`, and of elements without a known expected number."""
+        """Return masks of the elements to compare, and of elements whose expected number is unknown."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
@@ -219,7 +218,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask of elements of `a` that a kink explains, the explanation, and a hint or None."""
+        """Return a mask of elements that a kink explains, the explanation, and a remark on other kinks or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -245,7 +244,7 @@ class Judge:
         change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
         limit, jumps = limit.ravel()[indices], np.zeros(indices.size, bool)
         numbers = sum(a.size for a in point.values) * max(1, halvings)
-        for rank in range(2):  # the two largest changes
+        for rank in range(2):
             open_ = np.flatnonzero(~jumps & (np.sort(change, axis=0)[-1 - rank] > limit))
             if not open_.size:
                 break
@@ -263,7 +262,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return a mask of elements of the gradient `a` that autodiff could give with other rounding errors."""
+        """Return a mask of elements of the gradient `a` that random rounding errors in autodiff explain."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -293,9 +292,9 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near `point.values`, and the i-th array of the derivative at each.
+        """Return random arguments near `point.values`, and the derivatives with respect to argument i at each.
 
-        The last derivative is at `point.values`. In some arguments, one element moves further, which breaks ties.
+        The last derivative is at `point.values`. To break ties, one element may move further than the others.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -318,7 +317,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a`, unlike `autodiff`, differs from `e` by a common factor, which rounding never causes."""
+    """Return whether `a`, but not `autodiff`, differs from `e` by a common factor, which rounding never causes."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -327,9 +326,9 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of elements of the gradient `a` whose sum along each axis is plausible.
+    """Return where, along each axis, the sum of the gradient `a` is near the sums of the gradients in `found`.
 
-    The sum may leave the range of the sums of gradients `found` by the range's length plus the sum of `limit`.
+    At a tie, the gradient may go to another element, but the sum remains.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

@@ -43,7 +43,6 @@ class Program:
     Attributes:
       microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache.
       host_waited: the fraction of the time in which the host waits for the device. Near 0, the host limits the time.
-      compile_seconds: the time to trace, lower, and compile.
       peak_bytes: the size of arguments, results, and temporaries, as XLA reports it.
       fastest, slowest: microseconds per call in the fastest and the slowest round.
     """
@@ -135,7 +134,7 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to include the Hessian product, else 1.
-      programs: maps the texts of known programs to implementations, and gets this program.
+      programs: maps the texts of earlier programs to their implementations. This program is added.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

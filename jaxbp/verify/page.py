@@ -1,4 +1,4 @@
-"""Make one HTML file of a comparison from Rich's output."""
+"""Make an HTML page that compares implementations, with tables by the package Rich."""
 
 import io
 from collections.abc import Sequence

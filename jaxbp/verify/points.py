@@ -19,7 +19,7 @@ class Point:
     """Arguments of an op and cotangents of its results, in float64 but rounded to the op's dtypes.
 
     Attributes:
-      of: the index of the argument with elements at kinks, or None.
+      of: the index of the argument whose elements lie at kinks, or None.
       kinks: whether some numbers lie exactly where the op may have a kink.
       maybe_undefined: whether expected numbers that are not finite are ignored.
     """
@@ -79,7 +79,10 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return `own` with one array, of the narrowest range, such as [0, 1], in place of all arguments in `same`."""
+    """Return `own` with the same array for all arguments with indices in `same`.
+
+    The array with the narrowest range, such as [0, 1], is chosen, because it suits all of them.
+    """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -92,7 +95,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield `own` with `kinks` in the i-th argument. Where a kink recurs, other arguments of this shape are 0."""
+    """Yield copies of `own` in which elements of the i-th argument equal `kinks`."""
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -101,7 +104,7 @@ def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterat
         values[i].flat[places] = np.resize(chosen, places.size)
         for j, other in enumerate(values):
             if j != i and other.shape == values[i].shape:
-                other.flat[places[len(chosen) :]] = 0
+                other.flat[places[len(chosen) :]] = 0  # where a kink occurs again
         shown = ", ".join(f"{kink:.4g}" for kink in chosen)
         yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
 
@@ -119,7 +122,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0 and subnormal numbers, except that a positive array stays positive."""
+    """Replace three elements by -0 and subnormal numbers, but keep a positive array positive."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -142,7 +145,6 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return numbers from 3 to 300 with the signs of `a`, or `a` itself if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

@@ -90,7 +90,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifted`, or the identity if the forward cannot run in float64."""
+        """Return `lifted`, which makes a function run in float64, or the identity if this fails for the forward."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -127,7 +127,7 @@ class Reference:
     ) -> tuple[Expected, Expected]:
         """Return the expected values and gradients. Finite differences confirm about `most` elements per gradient.
 
-        `steps` has the `Tolerance.step` of each argument.
+        `steps` has each argument's step of finite differences, or None as in `Tolerance`.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -241,10 +241,10 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """For each k, return the jump of a derivative's element on the line from `values` to `ends[k]`.
+        """Return, for each k, the jump of a derivative's element on the line from the arguments `values` to `ends[k]`.
 
-        The element is `indices[k]` of the i-th array. Each halving keeps the half of the line in which it changes more,
-        so that a smooth change shrinks.
+        The element has the flat index `indices[k]` in the derivative with respect to argument i. Each halving keeps the
+        half of the line with the larger change, so that a smooth change shrinks.
         """
         self.derivative(order, values, cotangents, directions)
         if (order, i) not in self._jumps:
@@ -290,7 +290,9 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return indices of evenly spaced elements of a gradient, and of elements that custom rules change most."""
+        """Return indices of evenly spaced elements of a gradient, and of those where custom rules and autodiff
+        differ most.
+        """
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -303,7 +305,10 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return `Derivatives.with_square` as a function of the op's arguments. Those of `stop_gradient` stay fixed."""
+        """Return a derivative as a function of the op's arguments.
+
+        Inside the op, arguments of `stop_gradient` keep the values that they have at `values`.
+        """
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects the mode
@@ -378,7 +383,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return a program's scalar constants with magnitudes from 1e-3 to 1e3, which excludes the limits of dtypes."""
+    """Return a program's scalar floating constants from 1e-3 to 1e3 in magnitude."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

@@ -1,4 +1,4 @@
-"""Move the result of each operation up or down at random, to measure rounding errors.
+"""Change the result of each operation at random, to measure rounding errors.
 
 Source: Parker, "Monte Carlo Arithmetic", 1997.
 """
@@ -28,8 +28,8 @@ ROUNDED = frozenset({
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
     """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
 
-    Results of operations move by a multiple of their rounding error, by which the change is divided. A jump of the
-    function thus counts little.
+    Change operations' results by a multiple of their rounding error, and divide the effect by this multiple. A jump of
+    `function` thus counts little.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -63,8 +63,8 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return one array `(1 + runs, *y.shape)` per result y of `function`. Run 0 is exact.
 
-    In the other runs, operations move at random by at most `roundings` times their rounding error in `dtype`. Equal
-    operations move equally, so that ties remain.
+    In the other runs, the result of each operation changes at random by at most `roundings` rounding errors of `dtype`.
+    Equal operands give equal changes, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]

@@ -13,7 +13,7 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program before and after a step of finite differences.
+    """The values of one variable of a program for finite differences.
 
     Attributes:
       held: after the step, with arguments of `stop_gradient` fixed.
@@ -26,7 +26,10 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay as at `base`."""
+    """Return `function(*moved)` as a function of `(moved, base)`.
+
+    Inside `function`, arguments of `stop_gradient` keep the values that they have in `function(*base)`.
+    """
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)

@@ -20,7 +20,6 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""By default, `most_elements` is `WORK` / size of all arguments and results, within `MOST_ELEMENTS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Study:
 
     Attributes:
       autodiff: the programs of the forward and its gradients, without custom rules.
-      same: groups of indices of floating arguments with equal shapes and dtypes.
+      same: lists of indices of floating arguments with equal shapes and dtypes.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -100,7 +99,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients at `point`, confirmed by finite differences if there are custom rules."""
+        """Return the expected gradients. If the forward has custom rules, finite differences confirm them."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -219,7 +218,10 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Compare `run(programs)` with results under `jit`. Yield one row per array that differs, or else one row."""
+        """Compare the results of `run(programs)`, for example under `vmap`, with results under `jit`.
+
+        Yield one row per array that differs, or else one row.
+        """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:

@@ -20,8 +20,10 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """Seconds per call while further calls are queued: the median, and one number per round. `host_waited` is as in
-    `measurement.Program`."""
+    """Seconds per call while further calls are queued: the median, and one number per round of timing.
+
+    `host_waited` is the fraction of time in which the host waits for the device.
+    """
 
     seconds: float
     host_waited: float
