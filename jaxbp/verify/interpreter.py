@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""Primitives that call one inner program with their arguments."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 

@@ -81,7 +81,7 @@ def halved(own: Point) -> Point:
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
     """Return `own` with the same array for all arguments with indices in `same`.
 
-    The array with the narrowest range, such as [0, 1], is chosen, because it suits all of them.
+    Choose the array with the narrowest range, such as [0, 1], because it suits all of them.
     """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731

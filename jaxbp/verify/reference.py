@@ -218,7 +218,7 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Apply `rounding.rounded_otherwise` to the gradients for n sets of cotangents.
+        """Compute gradients for n sets of cotangents, exactly and with random rounding errors.
 
         `parts` has one array `(n, *y.shape)` per result y. Return one array `(1 + runs, n, *x.shape)` per argument x.
         """
@@ -290,9 +290,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return indices of evenly spaced elements of a gradient, and of those where custom rules and autodiff
-        differ most.
-        """
+        """Return indices of evenly spaced elements, and of those where custom rules and autodiff differ most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -305,7 +303,7 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a derivative as a function of the op's arguments.
+        """Return the derivative of this order as a function of the op's arguments.
 
         Inside the op, arguments of `stop_gradient` keep the values that they have at `values`.
         """

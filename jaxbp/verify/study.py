@@ -220,7 +220,7 @@ class Study:
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
         """Compare the results of `run(programs)`, for example under `vmap`, with results under `jit`.
 
-        Yield one row per array that differs, or else one row.
+        Yield one row per array that differs, or one row if there is none.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
