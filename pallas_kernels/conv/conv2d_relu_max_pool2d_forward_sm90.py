@@ -91,18 +91,19 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of pixels that the filters read for one position in each window of a tile."""
+        """Rows of pixels in one `wgmma` product, which computes one position (r, s) in every window of a tile."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Length of a `wgmma` product's summed axis, padded with zero weights to a multiple of `group`."""
+        """Length of the axis over which a `wgmma` product sums: pixels of all input channels, padded
+        with zero weights."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage in shared memory: one per pixel and channel for a tile of windows, then padding that the last
-        product reads."""
+        """Rows of a stage in shared memory: one per pixel and channel for a tile of windows, then padding up to
+        the last row that a `wgmma` product reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -135,8 +136,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for all pooling windows of 64 examples: two per element over which a tensor-core
-        product sums."""
+        """Estimated clock cycles for all pooling windows of 64 examples. A `wgmma` product takes two cycles per
+        element of the axis over which it sums."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 

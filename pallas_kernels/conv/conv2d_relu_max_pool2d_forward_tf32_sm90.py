@@ -6,8 +6,8 @@ tile needs. `wgmma` computes the tile's sums:
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
 n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel of the
-patch. `weights` has the filters, shifted to position t of each window, and zeros elsewhere. While a warpgroup
-transposes a patch through registers, the tensor cores multiply for another.
+patch. `weights` has the filters, shifted to position t of each window, and zeros elsewhere. While one warpgroup
+transposes its patch through registers, the tensor cores multiply for another warpgroup.
 """
 
 import dataclasses
@@ -125,8 +125,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles of shared memory for all windows of 64 examples. TMA writes the pixels for each tile
-        of windows, threads transpose them, and `wgmma` reads them and the weights."""
+        """Estimated clock cycles of shared memory for all pooling windows of 64 examples. TMA writes the pixels,
+        threads transpose them, and `wgmma` reads them and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -218,8 +218,8 @@ def _copies(sizes: _Sizes) -> int:
 
 
 def _transposing() -> Any:
-    """Register layout for transposing the pixels of 32 examples. A warp accesses 8 pixels of 4 examples at a time:
-    different banks of the source in shared memory, and 128 adjacent bytes of the result."""
+    """Register layout for transposing the pixels of 32 examples. A warp reads 8 pixels of 4 examples from different
+    banks of shared memory, and writes them to 128 adjacent bytes."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

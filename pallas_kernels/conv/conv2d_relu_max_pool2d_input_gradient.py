@@ -1,8 +1,8 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
-per lane and the sums in registers. For each window at which the filter reads pixels of a cell, each lane multiplies
-each weight by dy at the position of the maximum, and by zero at other positions.
+per lane and the sums in registers. For each window whose filters read pixels of a cell, each lane multiplies each
+weight by dy at the position of the maximum, and by zero at other positions.
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """`cells` adjacent cells of dx, each as large as a pooling window, and the columns of windows that contribute to
-    them, relative to the first cell."""
+    """`cells` adjacent cells of dx, each as large as a pooling window. `windows` are the columns of the windows that
+    contribute to these cells, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -81,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Division of a row of dx into `columns` cells, each as large as a pooling window, in groups of at most `cells`,
-    one per CTA. A row has Q windows, a filter G columns, and a window S columns."""
+    """Division of a row of dx into `columns` cells, each as large as a pooling window. A CTA computes at most `cells`
+    adjacent cells. A row has Q windows, a filter G columns, and a window S columns."""
 
     columns: int
     cells: int

@@ -5,11 +5,11 @@ group. `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-The cell in row m and column j gets contributions from groups `a` rows above, in the same column (b = 0) or the column
+The cell in row m and column j gets contributions from the groups in row m - a, in the same column (b = 0) or the column
 to the left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the filters.
 
-A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
-memory. A cell's sums stay in registers until its last row of windows.
+A CTA has one warpgroup per column of cells. For each row of windows, each warpgroup but the last writes one group's
+`routed` to shared memory. A cell's sums stay in registers until its last row of windows.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ _MAX_WARPGROUPS = 4
 _MAX_SUMS = 96
 """Maximum sums per thread, for all cells of a column that are in progress at once. More sums spill registers."""
 _MIN_BATCH = 2048
-"""Smallest batch for which `pays` prefers this kernel to the exact one. If a product by cuBLAS pays, too, the limit is
-`_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
+"""Smallest batch for this kernel. If cuBLAS is faster than the exact kernel, the limit is `_KERNEL_BATCH` of
+`jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
 MIN_JAX = (0, 11, 1)
 """First JAX known to lower `jnp.concatenate` in a kernel."""
 
@@ -98,8 +98,8 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of `wgmma`'s operand, dy at the positions of the maxima: one per output channel, and per position in
-        each of `windows` windows."""
+        """Columns of the `wgmma` operand that has dy at the positions of the maxima: one per output channel, and per
+        position in each of `windows` pooling windows."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -188,8 +188,8 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes `cell_width` columns of dx for 64 examples. All but the last also write dy at the
-    positions of the maxima, for window group `group`, to `operands`. `staging` has one row of dx per warpgroup."""
+    """One warpgroup, which computes `cell_width` columns of dx for 64 examples. `staging` buffers one row of dx per
+    warpgroup."""
 
     sizes: _Sizes
     dy: Any
@@ -221,8 +221,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of pooling windows to dx, and write the R rows of dx that are then complete.
-        Return dy and the indices of the maxima for row p + 1, and the sums of later rows."""
+        """Add the contributions of row p of pooling windows to dx, and write the R rows of dx that are then
+        complete."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -42,8 +42,8 @@ _REDUCTION_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """Output channels per CTA, and adjacent pooling windows that a thread processes at once. The number of parts of the
-    sum over windows and examples follows from the wanted CTAs per multiprocessor."""
+    """Output channels per CTA, adjacent pooling windows that a thread processes at once, and wanted CTAs per
+    multiprocessor."""
 
     channels: int
     windows: int
@@ -130,7 +130,6 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices in this order.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),

@@ -1,8 +1,9 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`.
 
-Each warpgroup multiplies 64 rows of one operand, x or dy at the positions of the maxima, by the other operand. Several
-elements of the product add to the gradient of one weight. At the end, the CTA therefore writes the product to device
-memory, and gathers its elements through the L2 cache.
+Each warpgroup multiplies 64 rows of one operand by the other operand. One operand is x. The other has dy at the
+positions of the pooling windows' maxima, or is dy for `conv2d`. Several elements of the product add to the gradient of
+one weight. At the end, the CTA therefore writes the product to device memory, and gathers these elements through the L2
+cache.
 """
 
 import dataclasses
@@ -36,12 +37,13 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses copy dy, and compute `routed`: dy at the positions of the maxima, and zeros elsewhere.
+    """One warpgroup. Subclasses copy dy, and compute `routed`: dy at the positions of the pooling windows' maxima,
+    and zeros elsewhere. For `conv2d`, `routed` is dy.
 
     Attributes:
       place, places: indices of the maxima in device and shared memory, or None for `conv2d`.
       xs: buffers in shared memory, each with rows of x and eight rows of ones.
-      c, t: indices of the CTA's parts of the input channels, and of the positions in a window.
+      c, t: the CTA's indices along the grid's axes for input channels and for positions in a window.
     """
 
     sizes: Sizes
@@ -147,8 +149,8 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """Body of the kernel `weights_gradient`. It writes dy at the positions of the maxima to one of two buffers, while
-    the tensor cores read the other."""
+    """Body of the kernel `weights_gradient`. It writes dy to the positions of the pooling windows' maxima in one of
+    two buffers, while the tensor cores read the other buffer."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

@@ -21,8 +21,8 @@ _RESERVED_BYTES = 27 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Input channels, and positions in each pooling window, per CTA. The left operand of `wgmma` is x if
-    `images_on_left`, otherwise dy at the positions of the maxima."""
+    """`channels` input channels, and `places` positions in each pooling window, per CTA. The left operand of `wgmma`
+    is x if `images_on_left`, otherwise dy."""
 
     channels: int
     places: int
@@ -58,7 +58,8 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """First row of ones in a stage of shared memory, after x's rows. The product of ones and dy yields db."""
+        """Index of the first row of ones, after x's rows in a stage of shared memory. The product of ones and dy yields
+        db."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -79,8 +80,7 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements that hold a CTA's gradients: dw (input channel, filter row, filter column, output
-        channel), then db."""
+        """Number of vectors of `LANES` elements that hold a CTA's gradients: dw, then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -130,15 +130,15 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for one row of windows and one block of examples, over all CTAs that share it: two per
-        column of each warpgroup's product, plus one per 24 bytes of loads."""
+        """Estimated clock cycles for one row of pooling windows and one block of examples, summed over the CTAs: two
+        per column of each warpgroup's product, plus one per 24 bytes of loads."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """A stage of shared memory holds x, dy, and the indices of the maxima. Two more buffers hold dy at the positions of
-    the maxima, and zeros elsewhere."""
+    """Sizes with two buffers of shared memory, besides the stages, for dy at the positions of the pooling windows'
+    maxima."""
 
     @property
     def gradient_rows(self) -> int:

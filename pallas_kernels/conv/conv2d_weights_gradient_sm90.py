@@ -75,9 +75,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows of dy per `wgmma` product, so that these rows, and as many rows of x, have multiples of
-    eight pixels."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
+    # A tile of an operand has eight rows, one per pixel.
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
 

@@ -21,8 +21,8 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes per thread and row, the channels at one position: one access of Mosaic GPU. LLVM cannot prove that two
-accesses are aligned, and would load single elements."""
+"""Maximum bytes that a thread loads per position, in one access. LLVM cannot prove that two accesses are aligned, and
+would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -176,7 +176,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Values of one example at any position, for one block of channels: zeros before and after the sequence."""
+    """One example's values at any position, for one block of channels. They are zeros outside of the sequence."""
 
     ref: Any
     example: Any
@@ -205,7 +205,5 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for row `first`, `first + _ROWS_AT_ONCE`, and so on, for at most `rows` rows and
-    below `end`. Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

@@ -25,7 +25,8 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]` for integer arrays that broadcast, or zero outside of the filter."""
+    """Return `w[:, :, row, column]` for integer arrays `row` and `column`, or zero where they are outside of the
+    filter."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

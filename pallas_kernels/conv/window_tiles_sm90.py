@@ -45,9 +45,9 @@ class WindowTiles:
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of the first window of unit `number`, one tile of windows for 64 examples, and its
-        block of examples. Consecutive units share the block, so that concurrent CTAs read the same images from the L2
-        cache."""
+        """Return the row and column of the first window in unit `number`, and its block of 64 examples. A unit is one
+        tile of windows for one block. Consecutive units share a block, so that concurrent CTAs read the same images
+        from the L2 cache."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)

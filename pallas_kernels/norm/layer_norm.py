@@ -6,8 +6,8 @@ Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias.
 minus the row's first element, because rounding a mean far from zero would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and the
-sums over these rows for dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared
-memory, the kernels also run in the interpreter.
+sums over these rows for dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels
+allocate no shared memory, so Pallas' interpreter runs them, too.
 """
 
 import dataclasses

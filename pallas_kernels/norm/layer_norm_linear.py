@@ -3,8 +3,8 @@
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
 `s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. x̂ is LayerNorm's normalized input, and dz the gradient with
-respect to the dense layer's output. dscale and dbias are sums over the outputs. A CTA computes a tile of dw, and sums
-dscale and dbias over the tile's outputs. XLA adds the CTAs' sums.
+respect to the dense layer's output. dscale and dbias are sums over the outputs. A CTA computes a tile of dw, and
+partial sums for dscale and dbias.
 """
 
 import dataclasses

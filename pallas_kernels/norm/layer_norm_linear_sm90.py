@@ -2,8 +2,8 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-w stays in shared memory, so x and z must be narrow. In the forward, each of a CTA's two warpgroups computes another
-block of 64 rows. In the input gradient, each computes half of the columns of dx in the same block.
+w stays in shared memory, so x and z must be narrow. In the forward, a CTA's two warpgroups compute different blocks
+of 64 rows. In the input gradient, each computes half of the columns of dx in the same block.
 """
 
 import dataclasses
@@ -270,8 +270,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """Arguments, results, and shared memory of `input_gradient`. Each warpgroup writes its sums of `t = (dz w) * scale`
-    and of t * x̂, over half of each row, to `sums`. `hat` is the result x̂, or None if it is unused."""
+    """Arguments, results, and shared memory of `input_gradient`. Each warpgroup sums `t = (dz @ w) * scale` and t * x̂
+    over half of each row, and writes the sums to `sums`. `hat` is the result x̂, or None if it is unused."""
 
     dz: Any
     x: Any

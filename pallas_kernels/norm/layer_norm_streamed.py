@@ -167,8 +167,8 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` is LayerNorm's x̂, and the result is (dx,). Otherwise, return (dx, x̂). `t` is `dy *
-    scale`."""
+    """Return (dx, x̂) of LayerNorm, for `t = dy * scale` and x. If eps is None, the argument `x` is x̂, and the result
+    is (dx,)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(

@@ -29,8 +29,8 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Layout of `rows` rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last
-    axis of a TMA copy."""
+    """Layout of `rows` rows in registers, as an array `(rows, hidden / piece, piece)`. A row is divided because
+    an axis of a TMA copy has at most 256 elements."""
 
     hidden: int
     rows: int
@@ -92,22 +92,22 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of the first rows of blocks to compute together: all blocks, to overlap their shuffles, or one
-        block if a row needs all registers of a warpgroup."""
+        """Divide `rows` rows into groups of blocks to compute together, and return the first row of each block. All
+        blocks form one group, to overlap their shuffles, unless a row needs all registers of a warpgroup."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns `compute()`. It computes at every call if each warp has a row, to save
-        registers, and otherwise only once."""
+        """Return a function that returns `compute()`. If each warp has its own row, every call runs
+        `compute` again, to save registers. Otherwise, `compute` runs once."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Apply `operation` to each block of rows and its array in `row_values`, one value per row. Blocks and results
-        are functions that return arrays: see `values`."""
+        """Apply `operation` to each block of rows and the block's array in `row_values`, one value per row. Blocks
+        and results are functions that return arrays: see `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -117,8 +117,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return LayerNorm's x̂ for the block of rows in each of `refs`, as functions that return arrays, and offset
-        and inv_std, computed if `known_statistics` is None."""
+        """Return x̂ of LayerNorm and the statistics for each block of rows in `refs`. Each x̂ is a function that returns
+        an array. If `known_statistics` is None, compute the statistics."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]

@@ -1,4 +1,4 @@
-"""Arithmetic of LayerNorm on a block of 64 rows in registers, in float32, one slice of columns at a time."""
+"""Arithmetic of LayerNorm on a block of 64 rows in registers, in float32, one slice of 64 columns at a time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -39,14 +39,15 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row, in all threads of the row: warp shuffles add it to zeros."""
+    """Return the first value of each row, in all threads that hold the row."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Sum along each row of the results of `function`, which maps a slice of columns to an array with these columns."""
+    """Return the sum along each row of a matrix. `function` maps each slice of columns in `pieces` to these columns of
+    the matrix."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -1,6 +1,6 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each computes every n-th group. After the last row, copies read zeros and write nothing.
+With n CTAs, each computes every n-th group. Copies past the last row read zeros and write nothing.
 """
 
 import dataclasses
