@@ -6,7 +6,8 @@ group. `wgmma` computes each cell, with one row per example:
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
 The cell in row m and column j gets contributions from the groups in row m - a, in the same column (b = 0) or the column
-to the left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the filters.
+to the left (b = 1). `routed` has dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the
+filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, each warpgroup but the last writes one group's
 `routed` to shared memory. A cell's sums stay in registers until its last row of windows.

@@ -1,8 +1,8 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`.
 
-Each warpgroup multiplies 64 rows of one operand by the other operand. One operand is x. The other has dy at the
-positions of the pooling windows' maxima, or is dy for `conv2d`. Several elements of the product add to the gradient of
-one weight. At the end, the CTA therefore writes the product to device memory, and gathers these elements through the L2
+Each warpgroup multiplies 64 rows of one operand by the other operand. One operand is x. The other is dy for `conv2d`,
+otherwise dy at the positions of the pooling windows' maxima. Several elements of the product add to the gradient of one
+weight. At the end, the CTA therefore writes the product to device memory, and gathers these elements through the L2
 cache.
 """
 
