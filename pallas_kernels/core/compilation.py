@@ -1,7 +1,7 @@
 """Compile kernels while the surrounding program is still being lowered.
 
-XLA would otherwise compile the kernels one after the other, after it has lowered the whole program. XLA later finds the
-kernel in Mosaic GPU's cache, or raises its errors again.
+XLA would otherwise compile them one after another, after lowering the whole program. It later finds the kernels in
+Mosaic GPU's cache, or raises the same errors.
 """
 
 import dataclasses

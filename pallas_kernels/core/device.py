@@ -83,7 +83,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Ask the driver, because JAX exposes only some attributes."""
+    """Ask the CUDA driver, because JAX exposes only some attributes."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory. Pallas cannot
 index a reference by a vector in registers, so these functions use Mosaic's operations.
 
-A block is an array `(lanes, width)` in registers, with `lanes` a multiple of `LANES`. Thread `i % LANES` of the
+A block is an array `(lanes, width)` in registers, with `lanes` a multiple of 128. Thread `i % 128` of the
 warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes.
 """
 
@@ -27,8 +27,7 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the layout of an array `(lanes,)` whose element i is in the thread that holds row i of a `block_layout`
-    array."""
+    """Return the register layout of a vector `(lanes,)`: the thread with row i of a `block_layout` array has element i."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -59,7 +58,7 @@ def lane_numbers(lanes: int) -> Array:
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """Return `ref[rows]`, a block `(lanes, width)`, for `ref (n, width)` and int32 `rows (lanes,)`."""
+    """Return `ref[rows]`, `(lanes, width)` in registers, for `ref (n, width)` and int32 `rows (lanes,)`."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -160,7 +159,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 def sums_of_rows(*blocks: Array) -> Array:
     """Sum each row of each block, from left to right. Return float32 `(lanes, len(blocks))`: column k has the sums of
-    block k."""
+    `blocks[k]`."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -182,7 +181,7 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return the float32 block, but make LLVM compute it before the code that follows. LLVM could otherwise keep all
+    """Return the float32 array, but make LLVM compute it before the code that follows. LLVM could otherwise keep all
     terms of a sum in registers, and add them at the end of the loop's body."""
     if simulating() is not None:
         return block
@@ -235,7 +234,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. All references at an index have the
-        same length. They are aligned to the bytes in a block's row.
+        same length. Each is aligned to the bytes in a block's row.
       array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape

@@ -175,7 +175,7 @@ def _along_axes(grid, indices):
 
 @contextlib.contextmanager
 def _recording_lines():
-    """Let operations record their line in the body, not the line that calls `launch`."""
+    """Let operations record their line in the kernel's body, not the line that calls `launch`."""
     outside = _source_info_context.context
     _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
     try:
@@ -347,7 +347,7 @@ def _warn_interpreted() -> None:
 
 def batch_last(x: Array) -> Array:
     """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, and pad it with zeros to a multiple of
-    `LANES`."""
+    128."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

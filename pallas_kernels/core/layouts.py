@@ -19,7 +19,7 @@ OPERAND_BYTES = 128
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """Load `ref` into registers. `optimized=False` also permits layouts with slower accesses."""
+    """Load `ref` into registers. `optimized=False` also permits register layouts with slower accesses."""
     if simulating() is not None:
         return ref[...]
     # Older simulators lack `plgpu.load`, and older JAX requires an index.
@@ -41,7 +41,7 @@ SUMMED_ROWS = 32
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Write the sum of each row of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory. n is
-    `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`."""
+    16 or a multiple of 32."""
     # A warp reads four rows, eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -76,7 +76,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for matrix products, and a `swizzled` box of
     shape `box`. Bulk copies to the operand may begin only at multiples of its tiles in device memory, but copies to the
-    box anywhere. The simulator has only the operand."""
+    box anywhere."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -131,16 +131,16 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest vector length that divides the arrays' last axis, at most 4 * LANES. If the dtypes differ, it
-    is at most 2 * LANES: a thread must load equally many elements of each array, in at most 8 bytes."""
+    """Return 512, 256, or 128, the largest that divides the arrays' last axis. If the dtypes differ, it is at most 256:
+    a thread must then load equally many elements of every array, and at most 8 bytes of each."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some of
-    these convert booleans, and JAX 0.11 starts a process for each conversion."""
+    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations, and JAX 0.11 lowers some
+    slowly."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 

@@ -25,15 +25,15 @@ from pallas_kernels.core.mosaic import plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Stages of shared memory, which a loop fills and reads in turn, one per step.
+    """Stages of shared memory, which a loop fills and reads in turn, one per step (iteration).
 
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
-      loaded: barriers of the copies, one per stage, or in a ping-pong schedule per consumer and stage: a warpgroup must
-        wait for every phase of a barrier.
+      loaded: barriers that the copies signal, one per stage. In a ping-pong schedule, each consumer has separate
+        barriers, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
-      fixed_stage: this ring's only stage, if warpgroups share the stages.
+      fixed_stage: index of the only stage that this ring uses, if each warpgroup has one stage.
       turn: index of the consumer in a ping-pong schedule.
     """
 
@@ -49,7 +49,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start the copies for loop iteration `step`, if the loop has it. First, `prepare()` waits until the
+        """Start the copies for loop iteration `step`, if the loop has it. Before, `prepare()` waits until the
         iteration's stage of shared memory is free."""
 
         def start():
@@ -69,8 +69,8 @@ class Ring:
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer warpgroup that this consumer has read the shared memory for loop iteration `step`. After a
-        read to registers, call `commit_smem` first."""
+        """Tell the producer warpgroup that this consumer has read the shared memory for loop iteration `step`. If
+        threads loaded it into registers, call `commit_smem` before."""
 
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 

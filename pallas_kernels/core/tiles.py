@@ -19,7 +19,7 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function that launches a kernel. Only compute capability `capability` supports it, or all from 9.0 on."""
+    """A function that launches a kernel. It requires compute capability `capability`, or if None, at least 9.0."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ _BLOCKS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Features of a table row per vector in registers."""
+    """`length` is the number of features per vector in registers."""
 
     length: int
 
@@ -46,7 +46,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
     in dy's dtype, summed in float32.
 
     Args:
-      dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
+      dy: `(tokens, features)`, with at least one token, and a multiple of 128 features.
       order: `(tokens,)`, int32, the tokens' indices, sorted by the row that each token selects.
       starts: `(rows + 1,)`, int32.
     """
@@ -109,7 +109,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 def _long_rows(tokens: int, starts: Array) -> Array:
     """Return the table's rows that at least `_LONG_RUN` tokens select, padded with the number of rows. Such a row's
-    tokens, when sorted, include a position that is a multiple of `_LONG_RUN`, so only these are tested."""
+    sorted tokens span a position that is a multiple of `_LONG_RUN`, so only the rows there are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -48,7 +48,7 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return this config with clusters of two CTAs, for a result with more tiles than multiprocessors."""
+        """Return this config with clusters of two CTAs, for more tiles than multiprocessors."""
         # Concurrent tiles then form a square, and share operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
@@ -151,12 +151,12 @@ class Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """Run this warpgroup as producer or consumer, with the registers for its role. A step has `STEP` elements of
-        the summed axis.
+        """Run this warpgroup as producer or consumer, with the registers for its role. A step of the loop multiplies
+        `STEP` elements of the summed axis.
 
         Args:
-          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for a step. `count` numbers
-            all steps of the CTA.
+          ring: `ring.copy(count, stage, barrier, tile, step)` copies a tile's operands for a step. `count` numbers the
+            steps of all tiles of the CTA.
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
             *accumulators)` starts a step's products, and waits for the previous step.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
@@ -178,8 +178,8 @@ class Product:
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
         """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on, and
-        return the last `count`: the loop iterations for earlier tiles. `turn` is the tile's consumer warpgroup in the
-        ping-pong schedule."""
+        return the last `count`. `count` is the number of loop iterations for the CTA's earlier tiles, and `turn` the
+        index of the tile's consumer warpgroup in a ping-pong schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

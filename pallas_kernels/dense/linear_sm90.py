@@ -143,7 +143,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
+      config: `splits` is 1, and `columns` is 64 or 128 and divides the outputs, else ValueError is raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -214,8 +214,8 @@ class _WeightsGradient(Product):
 
     def spans(self, refs, warpgroup, tile):
         """Divide the loop over dy's rows into three consecutive ranges `(first, end, multiply)`. In the second, dy is
-        also multiplied by ones, for db. The tiles in a row of dw share dy, and their second ranges together cover each
-        iteration once."""
+        also multiplied by ones, for db. The tiles in one row of dw need the same db, so their second ranges together
+        cover each iteration once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

@@ -1,8 +1,7 @@
 """Cross-entropy of rows of logits with many classes: one kernel for sums and maxima over the classes, and one for the
 gradient.
 
-In the first kernel, each thread keeps its logits' maximum, and the sum of their exponentials, which it rescales when
-the maximum grows.
+In the first kernel, each thread computes an online softmax of its logits.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Logits per vector, a divisor of the row's length; CTAs per row, which compute one part each; and vectors whose
+    """`length` logits per vector, a divisor of the row's length; `parts` CTAs per row; and `unrolled` vectors whose
     loads are in flight at once."""
 
     length: int
@@ -57,11 +56,11 @@ def statistics(
     with_sum: bool,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array]:
-    """For each row of `z = cap(logits + b)`, with `cap(a) = softcap * tanh(a / softcap)`, compute what the loss and
-    `gradient` need.
+    """For each row of `z = cap(logits + b)`, with `cap(a) = softcap * tanh(a / softcap)`, compute statistics for
+    the loss and `gradient`.
 
     Args:
-      logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` are padding.
+      logits: `(rows, columns)`, columns a multiple of 128. Columns after the first `classes` are padding.
       labels: `(rows,)`, int32: a class, or -1.
       b: `(columns,)`, or None.
       softcap: None for no cap.
@@ -183,7 +182,7 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return `cap(logits + b)` of `statistics`, in float32 or wider."""
+    """Return `softcap * tanh((logits + b) / softcap)`, or `logits + b` without a cap, in float32 or wider."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -191,8 +190,8 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One CTA's part of a row of logits. Part p has every `config.parts`-th vector of `config.length` logits, from
-    vector p on."""
+    """Division of a row of logits into one part per CTA. Part p has every `config.parts`-th vector of `config.length`
+    logits, from vector p on."""
 
     length: int
     classes: int
@@ -212,9 +211,9 @@ class _Part:
         return pl.ds(first, self.config.length)
 
     def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros). `load_group(i)` loads `unrolled` vectors of the
-        row's part, and returns (exists, z, is_class) for each. `exists` is False after the last vector. `is_class` is
-        False for padding, or None without padding."""
+        """Return (load_group, number of groups, a vector of zeros). `load_group(i)` loads `unrolled` of this CTA's
+        vectors, and returns (exists, z, is_class) for each. `exists` is False after the last vector. `is_class` is
+        False for padding columns, or None without padding."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

@@ -1,8 +1,4 @@
-"""Sizes of a multi-layer perceptron's layers, and of the shared memory of its kernels.
-
-Activations have one row per example, padded to a multiple of 32 columns. In a hidden layer's rows, a 1 follows the
-outputs, so that the product for the next layer's dw also yields db.
-"""
+"""Sizes of a multi-layer perceptron's layers, and of the shared memory of its kernels."""
 
 import dataclasses
 import functools
@@ -38,15 +34,16 @@ class Config:
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the widths, padded to multiples of 32, of the rows of x, of each hidden layer, and of the logits."""
+    """Return the widths, padded to multiples of 32, of an example's rows: x, each hidden layer's outputs and a 1, and
+    the logits. The 1 makes the next layer's db a column of its dw."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Sizes of a multi-layer perceptron: the number of inputs, then of each layer's outputs. Properties give a matrix
-    product as its padded widths (inputs, outputs)."""
+    """Sizes of a multi-layer perceptron: the number of inputs, then of each layer's outputs. Properties list
+    matrix products as pairs of padded widths, (inputs, outputs)."""
 
     sizes: tuple[int, ...]
 
@@ -83,8 +80,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of weights for 32 inputs fit in shared memory next to 64 examples' rows of the widths
-        `operands`."""
+        """Return how many slices of a layer's weights, each for 32 inputs, fit in shared memory next to 64 rows of each
+        width in `operands`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

@@ -16,8 +16,8 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Register layout for copying columns in device memory to rows in shared memory, one per example. A warp copies 4
-    inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
+    """Register layout for transposing x, which has one column per example, to rows in shared memory. A warp copies 4
+    inputs of 8 examples at a time. It reads one sector per input, and writes without bank conflicts."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -48,15 +48,15 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store each example's row as a column of `columns` in device memory, from index `first` on."""
+    """Transpose `rows (examples, n)`, and store them to `columns[first : first + n, examples]` in device memory."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
 
 
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
-    """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
-    Unmasked padding could become NaN, and reach the next layer."""
+    """Return `rows` with 0 in all columns from `count` on. Unmasked padding could become NaN, and reach the next layer.
+    With `one`, column `count` is 1, for the next layer's db."""
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 

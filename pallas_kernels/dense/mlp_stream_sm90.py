@@ -74,8 +74,8 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the matrix product of `operand`, in shared memory, and the transposed weights of `products[product]`.
-        Call this once per product, in order."""
+        """Return `operand @ w.T`, for `operand` in shared memory and the weights w for `products[product]`. Call this
+        once per product, in order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the previous slice's stage is filled, if there is one.
         ahead = self.stages.shape[0] - 1

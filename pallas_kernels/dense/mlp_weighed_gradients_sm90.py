@@ -1,8 +1,8 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw for 128 examples: it multiplies the gradients with respect to the layer's sums
-by dy, and then by the layer's inputs with `wgmma`. XLA adds the tiles of all examples in a fixed order. A 1 after each
-example's inputs yields db as a column of dw. Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw, with db as a further column, for 128 examples. It multiplies the gradients
+with respect to the layer's sums before ReLU by dy, and then by the layer's inputs with `wgmma`. XLA adds the tiles of
+all examples in a fixed order. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw, summed over 128 examples at a time. For a tile of dw, shared memory holds gradients
-    `left` and inputs `right`, with the examples last."""
+    """`sums` has each layer's dw, summed over 128 examples at a time. In shared memory, `left (outputs, examples)` has
+    gradients times dy, and `right (inputs, examples)` a layer's inputs."""
 
     dy: Any
     x: Any
@@ -44,7 +44,8 @@ class _WeighedGradients:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for db."""
+        """Numbers of rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db,
+        because x contains no ones."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 

@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy, one example per lane.
+"""Softmax and cross-entropy of logits `(classes, N)`, one example per lane.
 
 For an integer label that is not the index of a class, the loss is NaN, and the gradient is NaN unless dy is 0.
 """
@@ -21,7 +21,7 @@ _MAX_UNROLLED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Examples per CTA, and classes whose loads are in flight at once."""
+    """`length` examples per CTA, and `unroll` classes whose loads are in flight at once."""
 
     length: int
     unroll: int
@@ -40,7 +40,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
     Σ_k exp(logits[k, n] - largest[n])`.
 
     Args:
-      logits: `(classes, N)`, N a multiple of `LANES`.
+      logits: `(classes, N)`, N a multiple of 128.
       labels: integers `(N,)`, or float weights `(classes, N)`.
 
     Returns:
@@ -116,8 +116,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return (weigh, valid). `weigh(k, value)` returns the value times the label's weight for class k. `valid` masks
-    the valid labels."""
+    """Return (weigh, valid). `weigh(k, value)` multiplies `value` by the weight that each example's label gives to
+    class k. `valid` is False for examples whose integer label is not a class."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # At a logit of -inf, the value is infinite, and multiplying it by 0 would give NaN.
@@ -126,7 +126,6 @@ def _weigher(labels_ref, lanes, classes):
     valid = (first == first) | (first != first)
 
     def weigh(k, value):
-        # A class of weight 0 contributes nothing, even at a logit of -inf.
         weight = labels_ref[k, lanes].astype(jnp.float32)
         return jnp.where((weight == 0) & (value == -jnp.inf), 0.0, weight * value)
 

@@ -1,7 +1,6 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-The axes are divided into leading axes and trailing axes, which form a row. A CTA applies the formula to one block of
-consecutive elements of a row. A row's last CTA also computes the elements after the last whole block.
+The trailing axes form a row. A CTA applies the formula to one block of consecutive elements of a row.
 """
 
 import dataclasses
@@ -23,8 +22,7 @@ _ELEMENTS = (8, 4, 2, 1)
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes: a thread must load equally many elements of all arrays at once, at
-most 8 bytes of each."""
+"""Maximum elements per thread with mixed dtypes: see `vector_length`."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
@@ -35,7 +33,7 @@ _LONG_ROW = 4 * LANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Consecutive elements per CTA: a multiple of `LANES`, at most the length of a row of the broadcast arrays."""
+    """Consecutive elements per CTA: a multiple of 128, at most the length of a row of the broadcast arrays."""
 
     length: int
 
@@ -140,7 +138,7 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows, which consist of the axes from `axis` on.
+    """Division of arrays, which broadcast to `shape`, into rows. A row spans the axes from `axis` on.
 
     Args:
       axis: by default the first axis for which each array has all elements of a row or only one. For an earlier axis,

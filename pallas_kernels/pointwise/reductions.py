@@ -35,7 +35,7 @@ _MIXED_ELEMENTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`length` is the number of elements that a CTA loads at once, a multiple of `LANES`. Each sum is divided among
+    """`length` is the number of elements that a CTA loads at once, a multiple of 128. Each sum is divided among
     `splits` CTAs."""
 
     length: int
@@ -44,13 +44,13 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Arrangement of an array in which a kernel's sum reads memory in long contiguous pieces.
+    """Arrangement of the arrays to be summed, chosen so that CTAs read contiguous memory.
 
     Attributes:
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
-      order: permutation of the axes, or None.
-      columns: if not None, the array is reshaped to this number of columns, and padded with zeros to at least `LANES`.
-      remaining_axes: axes of the kernel's result over which XLA sums.
+      order: permutation of the arrays' axes, or None.
+      columns: if not None, arrays are reshaped to matrices of this many columns, and padded with zeros to at least 128.
+      remaining_axes: axes of the kernel's result over which XLA sums afterwards.
     """
 
     shape: tuple[int, ...]
@@ -104,8 +104,8 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, and `blocks` is 1. A row's vectors are added to one number. Along
-    columns, each of `count` matrices is divided into `blocks` blocks of columns, whose rows are the vectors.
+    Along rows, there are `count` rows, and `blocks` is 1. A row's vectors are added to one number. Along columns, each
+    of `count` matrices is divided into `blocks` blocks of `length` columns, and a block's rows are added.
     """
 
     rows: Rows
@@ -120,8 +120,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row and first column of the vector that a sum adds in iteration `step`. Along columns, the last
-        two blocks may overlap."""
+        """Return the row and column of the first element that the sum `(row, block)` adds in iteration `step`. The last
+        two blocks of columns may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -160,12 +160,12 @@ def _heuristic(formula, *arrays, axes):
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
-    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in a fixed order. Results are float32, with
-    size 1 along `axes`. XLA sums a row's elements after the last whole vector.
+    """Compute `Σ formula(*arrays)` over the given axes of the broadcast shape, in a fixed order. Results are float32,
+    with size 1 along `axes`.
 
     Args:
       formula: see `elementwise`.
-      axes: counted from the front.
+      axes: nonnegative.
     """
     full_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(full_shape))

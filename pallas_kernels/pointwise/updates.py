@@ -1,7 +1,7 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in lists, such as parameters, moments, and gradients. A CTA computes the same block of the i-th array of
-every list, for one i.
+Arrays come in lists, such as parameters, moments, and gradients. For one i, a CTA processes the same range of
+elements in the i-th array of every list.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Consecutive accesses per thread to each array."""
+    """Accesses of at most 16 bytes that each thread makes to each array."""
 
     accesses: int = 1
 
@@ -75,12 +75,12 @@ def updates(
 ) -> tuple[list[Array], ...]:
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    The results have the dtypes of `changed`, and use its memory. XLA first copies arrays that are still needed. The
-    kernel runs only on GPUs and in the simulator.
+    The results have the dtypes of `changed`, and overwrite its arrays. XLA first copies arrays that are still needed.
+    The kernel runs only on GPUs and in the simulator.
 
     Args:
-      formula: maps a list of scalars, and one float32 block per list, to a tuple of new blocks for the lists of
-        `changed`.
+      formula: maps a list of scalars, and a float32 block of one array per list, to a tuple of new blocks for the
+        lists of `changed`.
       scalars: `(n,)`, float32.
       changed, constant: lists of arrays, of one dtype per list. The i-th arrays of all lists have the same shape.
     """
