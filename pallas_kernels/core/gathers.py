@@ -27,7 +27,7 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector `(lanes,)`: the thread with row i of a `block_layout` array has element i."""
+    """Return the layout of a vector `(lanes,)`: the thread with row i of a `block_layout` array has element i."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -158,8 +158,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Sum each row of each block, from left to right. Return float32 `(lanes, len(blocks))`: column k has the sums of
-    `blocks[k]`."""
+    """Sum each row of each block, from left to right. Return float32 `(lanes, len(blocks))`."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)

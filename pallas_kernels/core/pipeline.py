@@ -34,7 +34,7 @@ class Ring:
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
       fixed_stage: index of the only stage that this ring uses, if each warpgroup has one stage.
-      turn: index of the consumer in a ping-pong schedule.
+      turn: index of the consumer warpgroup in a ping-pong schedule.
     """
 
     stages: int
