@@ -165,7 +165,7 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]
         orders = banks.orders(layers, [wires.turns for wires in update], rows)
-    with jax.ensure_compile_time_eval():  # an array made within jit is also usable outside
+    with jax.ensure_compile_time_eval():  # as in `Wires.from_pairs`
         both = [np.concatenate(orders), np.concatenate([np.argsort(order) for order in orders])]
         return jnp.asarray(np.stack(both), jnp.int32)
 

@@ -64,8 +64,8 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate. `sigmoid(M @ parameters)`, with the matrix M from `BASES`, is its
-    relaxed truth table. `INTERPOLATION` maps the table to coefficients."""
+    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION`, with M from `BASES`.
+    The sigmoid gives the relaxed truth table."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
@@ -189,7 +189,7 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The coefficients are `c + hard * stop_gradient(h - c)`, where c is of the relaxed gate, and h of the hardened gate.
+    The coefficients are `c + hard * stop_gradient(h - c)`, where the relaxed gate has c, and the hardened gate h.
 
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.
@@ -212,7 +212,7 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return the sum of each group of neighboring inputs, divided by tau. All groups have equal size.
+    """Return the sum of each group of neighboring inputs, divided by tau.
 
     Raises:
       TypeError: x is not floating.

@@ -20,8 +20,6 @@ class TreeWires(ByContent):
     A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level, with the root last. Gate g of a level
     reads the gates `2 * g` and `2 * g + 1` of the previous level as its inputs a and b. The first level reads leaves.
 
-    Make these wires once, on the host, as with `Wires`.
-
     Attributes:
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.
       readers: the leaves, sorted by the channel that they read. Leaf l of kernel k is `k * 2^depth + l`.
@@ -87,7 +85,7 @@ class TreeWires(ByContent):
             readers=np.argsort(read, kind="stable"),
             reader_offsets=np.searchsorted(read, np.arange(channels + 1), sorter=np.argsort(read, kind="stable")),
         )
-        with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
+        with jax.ensure_compile_time_eval():  # as in `Wires.from_pairs`
             arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
         return cls(**arrays, channels=channels, window=window)
 
@@ -105,7 +103,7 @@ class TreeWires(ByContent):
         """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
         The number of kernels per channel varies by at most one. In a kernel, so does the number of leaves per channel.
-        A kernel reads a position twice only if more leaves read its channel than the window has positions.
+        Leaves of one kernel read different pixels, unless more leaves read a channel than the window has positions.
 
         Raises:
           ValueError: a count is below 1.

@@ -162,7 +162,7 @@ class Wires(ByContent):
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the gates in the order of Euler trails (see `Graph`), and the inputs in the order of first visit. Gate g
-    is `2 * g` if reached from its input a, and `2 * g + 1` if from b."""
+    is `2 * g` if the trail enters it from its input a, `reads[2 * g]`, and `2 * g + 1` if from b."""
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 

@@ -15,7 +15,7 @@ One CTA computes
   read them;
 - in `input_gradient` and `coefficients_gradient`, for small batches: dx of a few inputs, or dc of a few gates.
 
-dy is `(gates, N)`, N a multiple of `LANES`, or `(groups, N)` if equally many consecutive gates share a gradient. x is
+dy is `(gates, N)`, N a multiple of 128, or `(groups, N)` if equally many consecutive gates share a gradient. x is
 `(inputs, N)`, and c `(gates, 4)`. dx has x's dtype, and dc is float32.
 """
 
@@ -64,8 +64,8 @@ def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a gate that reads an input, numbered as in `Graph.consumers`. Its derivative with
-    respect to this input is `slope + curve * partner`, where partner is its other input."""
+    """Return (slope, curve) for `consumer`, a gate that reads an input, numbered as in `Graph.consumers`. Its
+    derivative with respect to this input is `slope + curve * partner`, where partner is its other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -84,7 +84,7 @@ _GATE_BLOCKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Number of blocks of `LANES` examples that each CTA computes."""
+    """Number of blocks of 128 examples that each CTA computes."""
 
     blocks: int
 
@@ -169,7 +169,7 @@ _INPUT_EXAMPLES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Tile of a CTA: one input of the layer, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: one input of the layer, and `blocks` blocks of `length` (a multiple of 128) examples."""
 
     blocks: int
     length: int
@@ -241,7 +241,7 @@ _INPUTS, _CONSUMERS = 4, 4
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
     """Tile of a CTA: `inputs` inputs of the layer, and one block of `length` examples. For each input, the CTA loads
-    the data of `consumers` gates that read it at once."""
+    the data of `consumers` of its gates at once."""
 
     inputs: int
     consumers: int

@@ -41,7 +41,7 @@ SUM_ROWS = SUMMED_ROWS // 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `inputs` inputs of the layer, and `blocks` blocks of `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: `inputs` inputs of the layer, and `blocks` blocks of `length` (a multiple of 128) examples."""
 
     inputs: int
     blocks: int

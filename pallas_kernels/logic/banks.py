@@ -56,8 +56,8 @@ def orders(
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     """Return lists of eight gates (octets), then a list of the rest. `a` and `b` are the residues (row of shared memory
-    mod 8) of each gate's inputs. If all are equally frequent, an octet's inputs a have different residues, and so have
-    its inputs b.
+    mod 8) of each gate's inputs. If all residues are equally frequent, an octet's inputs a have different residues, and
+    so have its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
     and octets are colors. A gate for which no octet is free displaces another gate to a second octet.
@@ -101,12 +101,13 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return all gates, with the order within each octet (eight gates of neighboring threads) chosen to avoid bank
-    conflicts. A gate's position in its octet is the index of its row mod 8.
+    """Return all gates, reordered within each octet to avoid bank conflicts. A gate's position in its octet is the index
+    of its row of shared memory mod 8.
 
     Args:
-      readers: `(2, gates)`, a number for each gate's gradients with respect to a and to b. Gradients that eight threads
-        of the previous layer read in one access have equal numbers.
+      octets: lists of eight gates of neighboring threads, then a list of the rest.
+      readers: `(2, gates)`, the number of the access in which the backward reads the gate's gradient with respect to a,
+        and to b. Eight threads share an access.
       roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
     """
     *octets, rest = octets

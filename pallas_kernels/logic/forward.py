@@ -24,7 +24,7 @@ _PROGRAM_EXAMPLES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: the outputs of `gates` gates for `length` examples, a multiple of `LANES`."""
+    """Tile of a CTA: the outputs of `gates` gates for `length` examples, a multiple of 128."""
 
     gates: int
     length: int
@@ -57,7 +57,7 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     Args:
       coefficients: c, `(gates, 4)`.
       graph: has a and b, the inputs of each gate.
-      x: `(inputs, N)`, N a multiple of `LANES`.
+      x: `(inputs, N)`, N a multiple of 128.
     """
     gates, N = graph.trail.shape[1], x.shape[1]
 

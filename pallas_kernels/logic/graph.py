@@ -21,9 +21,8 @@ class Graph:
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.
       trail_consumers, trail_partners: `consumers` and `partners` in the order of `trail_inputs`. For each input, the
         gates through which the trail leaves it come first.
-      trail_places: `(gates,)`, each gate's index in `trail_consumers`, where the trail leaves an input through it.
+      trail_places: `(gates,)`, each gate's index in `trail_consumers`, for the input from which the trail enters it.
       regular: whether all inputs have equally many consumers.
-      max_fan_out: most consumers of an input.
     """
 
     a: Array

@@ -113,7 +113,7 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u avoids cancellation in `u - Σ p u` if its p is nearly 1.
+    # Subtracting the u of the largest p from all u avoids cancellation if this p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

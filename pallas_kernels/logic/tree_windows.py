@@ -78,8 +78,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the pixels that this tree's leaves read from `numbers`, a flattened image of N examples. `first` is the
-        first pixel of a pooling window. `place` has the tree's position in this window for each lane."""
+        """Load the pixels that this tree's leaves read from `numbers`, a flattened image of N examples. Each lane has
+        one example of `lanes`. Its tree is at position `place` of the pooling window that begins at pixel `first`."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):

@@ -50,7 +50,7 @@ def forward(
     Args:
       coefficients: `(kernels, gates, 4)`, one tree per kernel.
       leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the window.
-      x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
+      x: `(channels, height, width, N)` including padding, N a multiple of 128.
 
     Returns:
       y `(kernels, rows, columns, N)` in x's dtype, and uint8 indices `u * pool[1] + v` for position (u, v) in the
@@ -112,8 +112,7 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return the float32 gradients of the coefficients, and of the leaves, `(kernels * leaves, rows, columns, N)`, only
-    on GPUs and in the simulator.
+    """Return the float32 gradients of the coefficients, and of the leaves, `(kernels * leaves, rows, columns, N)`.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to the y of `forward`.

@@ -61,13 +61,13 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, without padding, only on GPUs and in the simulator.
+    """Return the gradient of the image without its padding, `(channels, height, width, N)` float32.
 
     Args:
       dleaves: the gradients of the leaves from `leaf_gradients`.
       places, leaves: arguments of `leaf_gradients`.
       readers, reader_offsets: int32. `readers[reader_offsets[c] : reader_offsets[c + 1]]` are the leaves that read
-        channel c, as numbers `kernel * leaves + leaf`.
+        channel c. Leaf l of kernel k is `k * leaves.shape[1] + l`.
       size: channels, height, and width without the padding.
       padding: rows above the image, and columns to its left.
     """
@@ -107,8 +107,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the rows of the pooled output for which a leaf reads pixels of the band, a CTA's rows of
-        the image. `leaf_row`, relative to the band, is the row that the leaf reads first for output row 0."""
+        """Return the range (first, end) of the `rows` rows of the pooled output for which a leaf reads pixels of the
+        band (the CTA's rows of the image). `leaf_row`, relative to the band, is the top row that it reads for row 0."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -117,8 +117,8 @@ class _Bands:
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
         """Return where in shared memory each lane adds its leaf's gradient: in an unused element if the leaf's pixel is
-        outside of the band (the CTA's rows of the image). `row` and `column` are this pixel at the first position of a
-        pooling window, relative to the band. `place` is each lane's position in this window."""
+        outside of the band (the CTA's rows of the image). `row` and `column`, relative to the band, are this pixel if
+        the tree is at the first position of a pooling window. `place` is each lane's position in this window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

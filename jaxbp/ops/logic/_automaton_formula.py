@@ -71,7 +71,8 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the gradient with respect to the state, and `total` plus the gradients of the coefficients."""
+    """Return the gradient of `state`, and `total` plus the gradients of the coefficients. `dnew` is the gradient of the
+    next state."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
@@ -100,8 +101,8 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """Clip a state to [0, 1], with derivative 1, so that rounding errors do not grow. (An XNOR gate of two inputs 1 + e
-    is about 1 + 2e.)"""
+    """Clip a state to [0, 1], with derivative 1, so that rounding errors do not grow. (XNOR of two inputs 1 + e is about
+    1 + 2e.)"""
     return jnp.clip(new, 0, 1)
 
 

@@ -1,7 +1,7 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). dseen has
-each cell's gradients with respect to the nine cells that it sees. dkept has the remaining gradient of each cell.
+A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair: dseen, each cell's
+gradients with respect to the nine cells that it sees, and dkept, the remaining gradient of each cell.
 """
 
 import dataclasses
@@ -98,8 +98,8 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return the last state's gradient as (dseen, dkept) for `tick_backward`: dkept is `dlast`, and dseen is 0, because
-    no later tick reads this state."""
+    """Return `dlast`, the last state's gradient, as the pair (dseen, dkept) that `tick_backward` takes. dkept is
+    `dlast`, and dseen, the gradient through a next tick, is 0."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -205,8 +205,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Permute the rows of each update layer, one per gate, to the order of the GPU lanes that compute the gates
-    (`which=_GATES`), or back (`which=_LANES`)."""
+    """Permute the rows of each update layer, one per gate, to the order of the GPU lanes (`which=_GATES`), or back
+    (`which=_LANES`). `firsts` has the first row of each layer."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):

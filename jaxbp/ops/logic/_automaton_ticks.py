@@ -20,8 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Randomness of all ticks: one key per tick, and the probability that values of the state are rounded, or None for
-    no rounding."""
+    """One random key per tick, and the probability that a value of the state is rounded, or None for no rounding."""
 
     keys: Array
     rounding_rate: Array | None
@@ -116,7 +115,8 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Let a mesh divide the batch of grids, unless random values are drawn for the whole batch at once."""
+    """Return the axes that a mesh may divide: axis 0 of `state`, or none if random values are drawn for all grids at
+    once."""
     return Axes({2: 0} if draws is None else {})
 
 

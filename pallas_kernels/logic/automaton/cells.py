@@ -14,9 +14,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """For each lane, an element of the state: one channel of one cell. `place` is its index in device memory. `row` and
-    `column` locate it in shared memory, in the outputs of the last layer. If `valid` is False, these are unused
-    elements."""
+    """For each lane, one channel of one cell. `place` is its index in the state in device memory. In shared memory, it
+    is in row `row` of the last layer's outputs, and in column `column`. Lanes without a cell have `valid` False."""
 
     row: Array
     column: Array
@@ -27,8 +26,8 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice: `count` cells that share rows of shared memory, with one column per cell. A CTA computes a group of
-    slices at a time. `slices` has the rows of the whole group, and `number` is this slice's index."""
+    """A slice: up to four cells, which are the columns of rows of shared memory. A CTA computes one group of slices at
+    a time. `slices`, `(slices, rows, count)`, is the group's shared memory, and `slices[number]` this slice's."""
 
     plan: Plan
     count: int
@@ -126,8 +125,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next states of cells. `write` stores them in shared memory for cells that
-    update (fire), and in `dkept_out` for cells that keep their state."""
+    """The gradients with respect to the next states of cells. For cells that update (fire), `write` stores them in
+    shared memory; for cells that keep their state, in `dkept_out` in device memory."""
 
     team: Team
     fires: Any
@@ -148,8 +147,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield nine pairs, because a cell lies in nine neighborhoods. Each pair has the index in `dseen` of one
-        neighborhood's gradient with respect to the state's `elements`, and whether the neighborhood exists."""
+        """Yield nine pairs (index, valid), because nine cells see each cell. `index` is where `dseen` has the gradients
+        of one of the nine with respect to `elements`, and `valid` is whether this one exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

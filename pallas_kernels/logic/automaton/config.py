@@ -1,5 +1,4 @@
-"""Division of a tick (time step) of an automaton among CTAs. A CTA computes one group of up to eight cells at a
-time."""
+"""Division of a tick (time step) of an automaton among CTAs."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +34,7 @@ _MAX_CONSUMERS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Division of a tick (time step) among CTAs and warpgroups.
+    """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
     Attributes:
       cells: cells that a CTA computes at a time: one, two, or a multiple of four.
@@ -73,7 +72,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward. A CTA of the forward computes equally many cells at a time."""
+    """Return the `Config` of a tick's backward. In the forward, a CTA computes equally many cells at a time."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):

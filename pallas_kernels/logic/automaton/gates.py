@@ -37,8 +37,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of consecutive gates of a layer, one per lane. An integer of `wires` packs the rows of shared memory of
-    a gate's inputs a and b."""
+    """The arguments of `tick` for consecutive gates of a layer, one per lane."""
 
     wires: Array
     coefficients: Array
@@ -83,8 +82,9 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands for the backward of consecutive gates. `total` has the sums of their coefficients' gradients, unless
-    these are in registers. `consumers` lists the rows of shared memory that add up to dy, two rows per integer."""
+    """Operands for the backward of consecutive gates, one per lane. `total` has the sums of their coefficients'
+    gradients, unless these are in registers. `consumers` lists the rows of shared memory whose sum is dy, two per
+    integer."""
 
     gates: _Gates
     total: Array | None
@@ -96,8 +96,8 @@ class Backward:
     """The backward of all layers for the cells that a CTA computes at a time.
 
     Attributes:
-      sums: in registers, sums of the coefficients' gradients, one array per range of gates; else None.
-      previous_total, total: in device memory, these sums before and after this backward.
+      sums: sums of the coefficients' gradients, in registers, one array per `Part` of a layer; or None.
+      previous_total, total: these sums in device memory, before and after this backward.
     """
 
     circuit: Circuit
@@ -136,8 +136,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the `Cells` for which this warpgroup computes the gates of `part`. Warpgroups divide the cells only if
-        registers sum the coefficients' gradients."""
+        """Return the `Cells` over which this warpgroup sums gradients of the coefficients of `part`, a range of gates.
+        Warpgroups divide the cells only if each keeps its sums in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 

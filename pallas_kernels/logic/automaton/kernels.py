@@ -32,8 +32,8 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row for consecutive lanes with equal coefficients,
-        and zeros for lanes without a gate.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, in the order of the lanes. Zeros pad
+        each layer.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane's gate. Its inputs a and b are rows of shared memory,
         numbered as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
@@ -161,8 +161,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute all cells of a CTA, one group of up to eight cells after another. `steps` takes a group's `Cells`, and a
-    list `carry` that its steps change. In a group's last steps, the objects in `loads` load the next group's data."""
+    """Compute all cells of a CTA, in groups of up to eight, and return `carry`. `steps(cells, carry)` yields a group's
+    `Step`s, which update the list `carry`. Then the objects in `loads` load the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

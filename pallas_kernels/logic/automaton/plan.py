@@ -1,11 +1,11 @@
-"""The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
+"""The rows of shared memory in which an automaton's tick and its backward keep values and gradients.
 
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits
 (kernels), each evaluated once per channel.
 
-A row has one float32 for each of up to four cells (a slice). The rows of the inputs come first, in the order (position
-in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate, kernel,
-channel). Rows are reused as soon as no later step reads them.
+A row has one float32 per cell, for up to four cells (a slice). The rows of the inputs come first, in the order
+(position in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate,
+kernel, channel). Rows are reused as soon as no later step reads them.
 """
 
 import dataclasses
@@ -158,8 +158,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Location of one table of `ConsumerTables` in an array of all tables, from index `first` on. The table, `(pairs,
-    lanes)`, lists `consumers` rows of shared memory per lane, two per integer."""
+    """Location of one of the `ConsumerTables` in an array that joins them, from index `first` on. The table, `(pairs,
+    lanes)`, lists `consumers` rows of shared memory for each lane to add, two per integer."""
 
     first: int
     consumers: int
@@ -172,8 +172,8 @@ class Table:
 
 class ConsumerTables(NamedTuple):
     """Tables that list, for each input or gate, the rows of shared memory with the terms of its gradient. Each gate
-    that reads it (consumer) writes one term. `kernel_sums` lists only the first perception circuit's term. The terms of
-    the other circuits follow, each `channels` rows later."""
+    that reads it (consumer) writes one term. `kernel_sums`, for sums over the perception circuits, lists only the first
+    circuit's term. The other terms follow, each `channels` rows later."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -186,7 +186,7 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first row of the gradients with respect to its gates' inputs: all a, then all b.
-        Except in the update's first layer, these rows are reused after the previous layer has read them.
+        Except in the update's first layer, they are overwritten after the backward of the layer before has read them.
       kernel_sums: gradients with respect to the inputs of perception's first layer, summed over its circuits, in the
         order (a or b, gate, channel).
     """

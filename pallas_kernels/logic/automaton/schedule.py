@@ -20,8 +20,8 @@ class Part:
 
     Attributes:
       first, offset: the first lane's row in shared memory, and its index in the layer.
-      is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes all cells, or each
-        warpgroup computes some of the cells.
+      is_alone: whether too few lanes of the layer remain to divide them among warpgroups. Then one warpgroup computes
+        these lanes for all cells, or each warpgroup for some cells.
     """
 
     first: Any
@@ -94,8 +94,7 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps in order, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If `is_repeated`, the steps will run again, so return these operands for the next
-        run."""
+        operands of the first steps. If `is_repeated`, fetch these again at the end, and return them."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
