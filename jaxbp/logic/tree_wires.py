@@ -43,7 +43,7 @@ class TreeWires(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates in the tree of each kernel."""
+        """The number of gates per tree."""
         return self.leaves.shape[-2] - 1
 
     @property

@@ -39,7 +39,7 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Sums over the batch per gate: dy, dy a, dy b, and dy a b."""
+"""Sums over the batch per gate."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:

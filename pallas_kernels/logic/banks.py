@@ -101,8 +101,8 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return all gates, reordered within each octet to avoid bank conflicts. A gate's position in its octet is the index
-    of its row of shared memory mod 8.
+    """Return all gates, reordered within each octet to avoid bank conflicts. A gate's position in its octet is the
+    index of its row of shared memory mod 8.
 
     Args:
       octets: lists of eight gates of neighboring threads, then a list of the rest.

@@ -52,7 +52,7 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return the coefficients of gates, `(*gates, 4)`: `softmax(logits) @ table`, as in `mixture_gradient`."""
+    """Return the coefficients of gates, `(*gates, 4)`: `softmax(logits) @ table`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 

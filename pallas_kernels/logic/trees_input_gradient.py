@@ -108,7 +108,7 @@ class _Bands:
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
         """Return the range (first, end) of the `rows` rows of the pooled output for which a leaf reads pixels of the
-        band (the CTA's rows of the image). `leaf_row`, relative to the band, is the top row that it reads for row 0."""
+        band (the CTA's rows of the image). `leaf_row` is the top row that it reads for row 0, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
