@@ -49,7 +49,7 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the pixel, numbered within one channel, where the convolution's window begins at the first position of
+        """Return the top left pixel, numbered within one channel, of the convolution's window at the first position of
         pooling window (row, column)."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 

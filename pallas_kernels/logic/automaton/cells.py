@@ -148,7 +148,7 @@ class OutputGradients:
 
     def seen(self, cells, elements):
         """Yield nine pairs (index, valid), because nine cells see each cell. `index` is where `dseen` has the gradients
-        of one of the nine with respect to `elements`, and `valid` is whether this one exists."""
+        of one of the nine with respect to `elements`, and `valid` is whether this cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
