@@ -76,7 +76,7 @@ def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
     """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. Return the last carry. The state
-    before step t is recomputed from `kept`, the second result of `advance`."""
+    before step t comes from `kept`, the second result of `advance`."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     kept, last = kept
@@ -151,7 +151,7 @@ class _Schedule:
     """A plan for the backward of n segments (runs of steps), last segment first, with memory for few states (slots).
 
     Attributes:
-      slots: their number, without an extra slot that receives states that are not kept.
+      slots: number of slots, without an extra one that receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
         segment that begins with this state, and the first index in `slots_on_the_way`.

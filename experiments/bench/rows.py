@@ -1,4 +1,5 @@
-"""The rows of the bench's report: one per workload, batch size, and implementation, baseline, or peer.
+"""The rows of the bench's report: one per workload, batch size, and implementation, baseline, or
+variant of a peer.
 
 A baseline is another formulation in plain JAX. A peer is another library. No program compiles while another is timed,
 because compilers use the host's cores, and XLA tries algorithms on the GPU.

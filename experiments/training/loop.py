@@ -199,7 +199,7 @@ def train_epoch(
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. Without
-        a loss scale, steps count as finite. With it, a step without finite values keeps the parameters.
+        a loss scale, steps count as finite. A loss scale makes a step without finite values keep the parameters.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

@@ -154,8 +154,8 @@ class Circuit(ByContent):
         0, or 1 if an allocation fails. Fewer than 16 words take as long as 16.
 
         Args:
-          classes: the outputs form one group of equal size per class, and a sample's class is the first group with the
-            most ones. If given, the source has two more functions.
+          classes: number of classes. The outputs form one group of equal size per class, and a sample's class is the
+            first group with the most ones. If given, the source has two more functions.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
             `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if an allocation fails.
         """

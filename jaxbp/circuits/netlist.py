@@ -177,7 +177,7 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` of the C code per group of gates with equal depth and function.
+        """Return one `Table` of the C code per group of gates with equal depth, function, and block of outputs.
 
         Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
         """

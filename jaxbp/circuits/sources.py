@@ -249,7 +249,7 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function that do not read each other.
 
-    The generated C code stores each value, for 512 samples, in one row of its memory. Each gate `(y, a, b)` of
+    A row of the generated C code's memory holds a value of each of 512 samples. Each gate `(y, a, b)` of
     `gates (n, 3)` reads rows `reads + a` and `reads + b`, and writes row `writes + y`.
     """
 

@@ -75,6 +75,7 @@ class _Sizes(WindowTiles):
 
     @property
     def panels(self) -> int:
+        # Operand rows that hold one pixel for all examples of a tile.
         return EXAMPLES // self.group
 
     @property

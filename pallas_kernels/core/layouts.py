@@ -139,8 +139,8 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations, and JAX 0.11 lowers some
-    slowly."""
+    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations. Some of
+    these convert booleans, and JAX 0.11 starts a process for each conversion."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 

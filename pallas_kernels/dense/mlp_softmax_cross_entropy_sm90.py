@@ -150,7 +150,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """`operands` are the gradients with respect to each layer's sums before ReLU, in shared memory."""
+    """`operands` are the gradients with respect to each layer's sums, before any ReLU, in shared memory."""
 
     dy: Any
     labels: Any

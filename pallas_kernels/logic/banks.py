@@ -60,7 +60,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     so have its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
-    and octets are colors. A gate for which no octet is free displaces another gate to a second octet.
+    and octets are colors. A gate whose residues share no free octet displaces another gate to a second octet.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free

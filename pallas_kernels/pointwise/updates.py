@@ -1,4 +1,4 @@
-"""One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
+"""One kernel that applies an element-wise formula to many arrays, to update many parameters in one launch.
 
 Arrays come in lists, such as parameters, moments, and gradients. For one i, a CTA processes the same range of
 elements in the i-th array of every list.

@@ -41,7 +41,7 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 def check_channels(op, x_shape, w_shape, groups, given=()):
     """Raise an error unless the channels of x (axis 1) and w (axes 0 and 1) fit `groups`.
 
-    `given` is x's shape before a transpose to NCHW. With it, the error may suggest NHWC.
+    `given` is x's shape before a transpose to NCHW, so that the error may suggest NHWC.
     """
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)

@@ -58,7 +58,7 @@ _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
 """In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the most multiplications of the band per multiplication of the other kernel. Only float32
+"""Maps bytes per element to the most multiplications of the band per multiplication of the exact kernel. Only float32
 is measured."""
 
 

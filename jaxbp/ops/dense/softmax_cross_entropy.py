@@ -97,6 +97,7 @@ def nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
+    # The term of weight 0 and logit -inf is 0, not NaN.
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 

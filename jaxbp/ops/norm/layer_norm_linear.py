@@ -68,7 +68,7 @@ def _dense_kernel(y, w, b, *, precision):
 def _keeps_normalised(x, w):
     """Return whether the forward saves the normalized rows instead of x.
 
-    In float16 it does not, because `w * scale`, which multiplies these rows, could lose digits.
+    Only in bfloat16: in float16, `w * scale`, which multiplies these rows, could lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))

@@ -5,7 +5,7 @@ An automaton has layers of perception, followed by layers of the update. Percept
 
 A row has one float32 per cell, for up to four cells (a slice). The rows of the inputs come first, in the order
 (position in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate,
-kernel, channel). Rows are reused as soon as no later step reads them.
+kernel, channel). Gates' rows are reused as soon as no later step reads them.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Layer:
     Attributes:
       lanes: number of rows, a multiple of a warpgroup's threads, because each lane computes one row.
       count: number of rows that are used.
-      copies: number of consecutive rows of the same gate, one per channel.
+      copies: number of consecutive rows with the same gate's coefficients.
     """
 
     first: int
@@ -46,7 +46,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of an automaton's circuit, which determine its rows of shared memory.
+    """The sizes of an automaton's grid and circuits, which determine its rows of shared memory.
 
     Attributes:
       perception: gates of one perception circuit in each layer.

@@ -16,7 +16,7 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Consecutive lanes of a layer, one per gate, whose values fit in one warpgroup's registers.
+    """Consecutive lanes of a layer whose values fit in one warpgroup's registers.
 
     Attributes:
       first, offset: the first lane's row in shared memory, and its index in the layer.
@@ -37,8 +37,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of some gates of one layer. `compute` takes the operands that `fetch` returned from device
-    memory.
+    """A step of a CTA, such as computing some gates of one layer. `compute` takes the operands that `fetch` returned
+    from device memory.
 
     Attributes:
       is_last: whether a barrier follows.
