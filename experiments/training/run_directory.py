@@ -212,7 +212,7 @@ def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
         ) from None
     if [line.epoch for line in metrics] != list(range(1, checkpoint.epoch + 1)):
         raise BrokenRun(
-            f"the epochs in the metrics of {checkpoint.path} differ from 1 to {checkpoint.epoch}; wants each once"
+            f"{checkpoint.path} lacks or repeats the metrics of an epoch; wants each from 1 to {checkpoint.epoch} once"
         )
     return metrics
 
