@@ -28,8 +28,8 @@ def _lane_block(N: int, at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Maximum output channels, adjacent pooling windows, and examples per CTA. Channels and windows decrease until the
-    grid has `programs_per_multiprocessor` CTAs per multiprocessor."""
+    """Maximum numbers per CTA of output channels, adjacent pooling windows, and examples (`lane_block`). `forward`
+    reduces channels and windows until the grid has `programs_per_multiprocessor` CTAs per multiprocessor."""
 
     channels: int
     windows: int

@@ -97,8 +97,8 @@ class _Sizes(WindowTiles):
 
     @property
     def summed(self) -> int:
-        """Length of the axis over which a `wgmma` product sums: pixels of all input channels, padded
-        with zero weights."""
+        """Length of the axis over which a `wgmma` product sums: the pixels in `band` rows of all input channels, then
+        padding, whose weights are zero."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property

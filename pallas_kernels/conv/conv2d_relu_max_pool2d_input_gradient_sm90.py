@@ -99,8 +99,8 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of the `wgmma` operand that has dy at the positions of the maxima: one per output channel, and per
-        position in each of `windows` pooling windows."""
+        """Columns of the `wgmma` operand that has dy at the positions of the maxima: output channels times windows
+        per group times positions per window."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -189,9 +189,6 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes `cell_width` columns of dx for 64 examples. `staging` buffers one row of dx per
-    warpgroup."""
-
     sizes: _Sizes
     dy: Any
     place: Any
@@ -222,8 +219,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of pooling windows to dx, and write the R rows of dx that are then
-        complete."""
+        """Add the contributions of row p of pooling windows to dx. Write the row of cells that is then complete:
+        `sizes.R` rows of dx."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

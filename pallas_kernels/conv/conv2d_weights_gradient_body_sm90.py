@@ -42,8 +42,8 @@ class _Program:
 
     Attributes:
       place, places: indices of the maxima in device and shared memory, or None for `conv2d`.
-      xs: buffers in shared memory, each with rows of x and eight rows of ones.
-      c, t: the CTA's indices along the grid's axes for input channels and for positions in a window.
+      xs: buffers in shared memory, each with rows of x, then eight rows of ones: see `Sizes.ones`.
+      c, t: indices of the CTA's group of input channels, and of its group of positions in each window of `Sizes`.
     """
 
     sizes: Sizes

@@ -137,9 +137,6 @@ class Sizes:
 
 
 class _PooledSizes(Sizes):
-    """Sizes with two buffers of shared memory, besides the stages, for dy at the positions of the pooling windows'
-    maxima."""
-
     @property
     def gradient_rows(self) -> int:
         return self.K * self.Q

@@ -1,8 +1,8 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory. Pallas cannot
 index a reference by a vector in registers, so these functions use Mosaic's operations.
 
-A block is an array `(lanes, width)` in registers, with `lanes` a multiple of 128. Thread `i % 128` of the
-warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes.
+A block is an array `(lanes, width)` in registers. Its number of rows, `lanes`, is a multiple of 128. Thread `i % 128`
+of the warpgroup holds row i, which has at most 16 bytes or a multiple of 16 bytes.
 """
 
 import functools
@@ -78,8 +78,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]`, an array `(lanes, width)` in registers. `places` are integer arrays `(lanes, width)` in
-    registers, one per axis of `ref`."""
+    """Return `ref[places]` for integer arrays `places`, one per axis of `ref`, all `(lanes, width)` in registers."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape

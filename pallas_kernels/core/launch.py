@@ -214,8 +214,6 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An item of the tuple `out` of `launch`: the types of its leaves, and whether the kernel writes them."""
-
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
     kept: bool = True

@@ -74,9 +74,9 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: an `operand` of shape `shape` for matrix products, and a `swizzled` box of
-    shape `box`. Bulk copies to the operand may begin only at multiples of its tiles in device memory, but copies to the
-    box anywhere."""
+    """Return shared memory with two views: `operand(shape, dtype, row_bytes)` for matrix products, and `swizzled(box,
+    dtype)`. In device memory, a bulk copy to the first must begin at a multiple of the `operand`'s tile, but a copy to
+    the second anywhere."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -131,16 +131,17 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return 512, 256, or 128, the largest that divides the arrays' last axis. If the dtypes differ, it is at most 256:
-    a thread must then load equally many elements of every array, and at most 8 bytes of each."""
+    """Return 512, 256, or 128, the largest that divides the arrays' last axis. If the dtypes differ, it is at most 256,
+    two elements per thread. One load has at most 8 bytes, so longer vectors would be distributed over the threads
+    differently per dtype."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` takes ten more operations. Some of
-    these convert booleans, and JAX 0.11 starts a process for each conversion."""
+    """Return `number // divisor` for a nonnegative number. For traced integers, `//` adds ten operations, which handle
+    signs. Some convert booleans, and JAX 0.11 runs ptxas to lower each conversion."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 

@@ -1,7 +1,7 @@
 """The pipeline of all kernels: a ring of stages of shared memory, which bulk copies fill before the data is needed.
 
-A step is one iteration of a kernel's loop. The copies for step `step` fill stage `step % stages`, and signal the
-stage's barrier, at which readers wait. A ring has two uses:
+A step is one iteration of a kernel's loop. The copies for step `step` fill stage `step % stages`. A ring has two
+uses:
 
 - The same warpgroups fetch and compute. After a `prefetch`, they `wait` for each step, compute, and `fetch` a later
   step into the stage. The caller ensures that all threads have read the stage.
@@ -31,7 +31,7 @@ class Ring:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers that the copies signal, one per stage. In a ping-pong schedule, each consumer has separate
         barriers, because a warpgroup must wait for every phase of a barrier.
-      steps: number of steps, or None if the caller fetches only steps that exist.
+      steps: number of steps. `fetch` ignores steps beyond it. None if the caller fetches only existing steps.
       free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
       fixed_stage: index of the only stage that this ring uses, if each warpgroup has one stage.
       turn: index of the consumer warpgroup in a ping-pong schedule.
