@@ -48,7 +48,7 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return this config with clusters of two CTAs, for more tiles than multiprocessors."""
+        """Return this config with two CTAs per cluster, and the `raster` for a result of `columns` columns."""
         # Concurrent tiles then form a square, and share operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
@@ -160,6 +160,7 @@ class Product:
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
             *accumulators)` starts a step's products, and waits for the previous step.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
+          warpgroup, cluster, cta: indices of this warpgroup in its CTA, of its cluster, and of its CTA in the cluster.
         """
 
         @pl.when(warpgroup == PRODUCER)

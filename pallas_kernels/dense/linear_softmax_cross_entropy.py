@@ -213,7 +213,8 @@ class _Part:
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros). `load_group(i)` loads the i-th group of
         `unrolled` vectors of this CTA, and returns (exists, z, is_class) for each. `exists` is False after the last
-        vector. `is_class` is False for padding columns, or None without padding."""
+        vector. z is `capped(logits, b, softcap)`, or -inf in padding columns. There, `is_class` is False; it is None
+        without padding."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

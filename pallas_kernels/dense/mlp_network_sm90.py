@@ -80,8 +80,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of a layer's weights, each for 32 inputs, fit in shared memory next to 64 rows of each
-        width in `operands`."""
+        """Return how many stages, at most `_MAX_STAGES`, fit in shared memory next to 64 rows of each width in
+        `operands`. A stage holds the weights from 32 inputs to all outputs, for any (inputs, outputs) in `products`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

@@ -48,7 +48,6 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Transpose `rows (examples, n)`, and store them to `columns[first : first + n, examples]` in device memory."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
@@ -62,9 +61,6 @@ def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
 
 
 class Softmax(NamedTuple):
-    """Softmax of logits, one row per example. `shifted_logits` are the logits minus their row's maximum, or -inf after
-    the last class."""
-
     shifted_logits: Array
     exponentials: Array
     total: Array

@@ -125,7 +125,7 @@ def forward(
 
     Returns:
       loss `(N,)`, logits `(N, widths[-1])`, and a tuple with h `(N, widths[i])` of each hidden layer i, counted from 1.
-        In each row of h, a 1 follows the layer's outputs.
+        A row of h has the layer's outputs, a 1, and zeros up to `widths[i]`.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)

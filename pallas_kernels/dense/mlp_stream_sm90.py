@@ -1,4 +1,4 @@
-"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use."""
+"""Weights of a multi-layer perceptron, streamed through shared memory in the order of use."""
 
 import dataclasses
 import functools

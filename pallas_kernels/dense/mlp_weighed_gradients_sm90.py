@@ -1,8 +1,7 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw, with db as a further column, for 128 examples. It multiplies the gradients
-with respect to the layer's sums before ReLU by dy, and then by the layer's inputs with `wgmma`. XLA adds the tiles of
-all examples in a fixed order. Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw, with db as a further column, for 128 examples. XLA adds the tiles of all
+examples in a fixed order. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -23,8 +22,9 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw, summed over 128 examples at a time. In shared memory, `left (outputs, examples)` has
-    gradients times dy, and `right (inputs, examples)` a layer's inputs."""
+    """`sums` has one partial sum of each layer's dw per 128 examples. In shared memory, `left (outputs, examples)` has
+    the gradients with respect to a layer's sums before ReLU, times each example's dy. `right (inputs, examples)` has
+    the layer's inputs."""
 
     dy: Any
     x: Any
@@ -44,8 +44,8 @@ class _WeighedGradients:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Numbers of rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db,
-        because x contains no ones."""
+        """Numbers of rows and columns of tiles in each layer's dw. Later layers' inputs contain a 1, so that
+        their dw includes db. x has no 1, so the first layer has one more column of tiles for db."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 

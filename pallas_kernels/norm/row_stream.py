@@ -45,11 +45,15 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """For each group of `config.rows` rows, call `carry = step(first_row, stages, wait, carry)`. Return the last
-        carry.
+        """For each group of `config.rows` rows of this CTA, call `carry = step(first_row, buffers, wait, carry)`.
+        Return the last carry.
 
-        `step` gets one buffer in shared memory per array in `sources`, filled when `wait()` returns. It overwrites the
-        i-th buffer with the result for the i-th array in `targets`.
+        Args:
+          step: when `wait()` returns, `buffers[i]` has the group's rows of `sources[i]`. `step` overwrites it with the
+            rows of `targets[i]`.
+          stages: per source, shared memory for `config.stages` groups.
+          loaded: see `Ring`.
+          program: this CTA's index.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

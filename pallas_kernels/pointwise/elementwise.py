@@ -142,7 +142,7 @@ class Rows:
 
     Args:
       axis: by default the first axis for which each array has all elements of a row or only one. For an earlier axis,
-        `flatten` broadcasts the other arrays in memory.
+        `flatten` broadcasts, in memory, arrays with some but not all elements of a row.
 
     Attributes:
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.

@@ -49,7 +49,8 @@ class _Walk:
     Attributes:
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
       order: permutation of the arrays' axes, or None.
-      columns: if not None, arrays are reshaped to matrices of this many columns, and padded with zeros to at least 128.
+      columns: if not None, arrays are reshaped to matrices of this many columns, and padded with zeros to at least 128
+        columns.
       remaining_axes: axes of the kernel's result over which XLA sums afterwards.
     """
 

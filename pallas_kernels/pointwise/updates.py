@@ -76,7 +76,7 @@ def updates(
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
     The results have the dtypes of `changed`, and overwrite its arrays. XLA first copies arrays that are still needed.
-    The kernel runs only on GPUs and in the simulator.
+    The kernel runs only on GPUs and in the Mosaic GPU simulator.
 
     Args:
       formula: maps a list of scalars, and a float32 block of one array per list, to a tuple of new blocks for the
