@@ -65,8 +65,9 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the catalogue's entries of a function and of its public backward.
 
-    Cases contain the arguments `(dy, *arguments)`. The function takes `arguments`, and the backward
-    `(dy, *arguments[takes])`. `like` is as in `Entry`; if it names the function, only the backward gets it.
+    `small` is the case for finite differences, and `real` maps names to cases of realistic size. They contain
+    `(dy, *arguments)`. The function takes `arguments`, and the backward `(dy, *arguments[takes])`. `like` is as in
+    `Entry`; if it names the function, only the backward gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -124,7 +125,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Set `kink_convention=False` for ops that send the whole gradient to the first of equal numbers, not to all."""
+    # These ops send the whole gradient to the first of equal numbers. Autodiff divides it among them.
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 

@@ -19,7 +19,7 @@ BATCH = "batch"
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A random array. Floats are standard normal, times `scale`, plus `offset` along the last axis.
+    """A random array. Floats are standard normal, times `scale`, plus `offset`.
 
     Attributes:
       shape: may contain `BATCH`, which the batch size replaces.
@@ -27,6 +27,7 @@ class Argument:
       weights: whether the floats go through a softmax over the last axis.
       apart: whether the floats are evenly spaced, in random order.
       positive: whether the floats are at least a half.
+      offset: one number per index of the last axis; empty for none.
     """
 
     shape: tuple[int | str, ...]
@@ -119,7 +120,6 @@ class AutomatonArgument(FixedArgument):
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return an automaton's state as an `Argument`. `grid` is its shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 

@@ -60,7 +60,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page with `notes` at its top, and the HTML `before` and `after` around the comparison."""
+        """Return an HTML page. `before` and `after` are HTML around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -167,7 +167,7 @@ def compare(
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
       argnums: as in `jax.grad`; by default all floating arrays.
-      seconds: the least duration of a round of timing.
+      seconds: the approximate duration of a round of timing.
 
     Returns:
       A `Comparison`. If an implementation fails, it contains the reason.

@@ -21,7 +21,7 @@ def value_and_gradients(function: Function) -> Callable:
 
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`
-    along `order - 1` directions.
+    along `order - 1` directions, in reverse mode if `reverse`, else in forward mode.
 
     The results are y, the cotangents c. The square makes `dy = c (1 + y)` depend on y, so that the backward is also
     differentiated with respect to dy.
@@ -66,13 +66,16 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results (order 0), the gradients (order 1), or a higher derivative as in `with_square`."""
+        """Return the results y (order 0), the gradients of `Σ c y` (order 1), or derivatives of `Σ c (y + y²/2)`.
+
+        The cotangents are c.
+        """
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivative along `directions`, for results y."""
+        """Return the gradient of `Σ c (y + y²/2)`, differentiated along `order - 1` directions (see `derivative`)."""
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -87,9 +90,10 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the function that `jit` compiles for this order. With `square`, order 1 is as in `with_square`.
+        """Return the function that `jit` compiles for this order.
 
-        Above order 1, call `with_square` before, because it selects forward or reverse mode.
+        Up to order 1, it returns the results y and the gradients of `Σ c y`; with `square`, only the gradient of
+        `Σ c (y + y²/2)`. Above order 1, call `with_square` before, because it selects forward or reverse mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

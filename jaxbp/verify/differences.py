@@ -12,18 +12,19 @@ EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""If the step shrinks, a convergent slope changes by at most the fraction `CONVERGED`, and an infinite slope grows by
-more than the factor `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Slopes of `Σ c y` with respect to single elements of an op's arguments, for results y and cotangents c.
+    """Finite-difference slopes of `Σ c y` with respect to single elements of an op's arguments.
+
+    The results are y, the cotangents c.
 
     Attributes:
+      central: central differences.
       low, high: sums over the terms of `Σ c y`. Each term counts with its smaller or its larger one-sided slope.
-      noise: the rounding error of `central`, from the results y that the step changes.
-      noise_of_all: the rounding error from all results y, because a small step may leave y unchanged.
+      noise: the rounding error of `central` if only the results y that the step changes are rounded.
+      noise_of_all: the rounding error of `central` if all results y are rounded.
     """
 
     central: np.ndarray
@@ -104,8 +105,8 @@ def confirmed(
     Finite differences replace contradicted elements of `autodiff` (docs/numerics.md, "What a gradient is compared
     with"). Elements that are not finite count as confirmed.
 
-    `look(which, steps)` returns the `Slopes` of the elements `which`. `error()` returns the rounding error of the
-    differentiated function.
+    `look(indices, steps)` returns the `Slopes` at `indices`, with one step per element. `error()` returns the rounding
+    error of the differentiated function. `rtol` is relative to the larger of slope and autodiff.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -137,9 +138,10 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return slopes of elements at which autodiff is not finite. `look(which, steps)` returns their `Slopes`.
+    """Return one slope per element of a gradient that is not finite in autodiff.
 
     A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
+    `look(indices, steps)` returns the `Slopes` at `indices`, with one step per element.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

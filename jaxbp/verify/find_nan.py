@@ -198,7 +198,6 @@ def _op_in(scope: str) -> tuple[str, str]:
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line of the traceback outside of JAX and jaxbp, and the innermost line in jaxbp."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -17,8 +17,8 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets passes. The sets differ from the data by at
-most the fraction `NEAR`."""
+"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets, within the fraction `NEAR` of the data,
+passes."""
 FACTOR_ELEMENTS = 8
 """With fewer elements, a common factor proves no mistake."""
 MOST = 32
@@ -218,7 +218,10 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask of elements that a kink explains, the explanation, and a remark on other kinks or None."""
+        """Return a mask, a reason, and a hint about a kink that explains no difference, or None.
+
+        The mask selects elements of the derivative `a` whose difference from the expected `e` a kink explains.
+        """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -262,7 +265,10 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return a mask of elements of the gradient `a` that random rounding errors in autodiff explain."""
+        """Return a mask of the elements of the gradient `a` within the range of autodiff with random rounding errors.
+
+        `checked` computes `a`. Both are compared for each of several parts of dy.
+        """
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -292,9 +298,11 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return random arguments near `point.values`, and the derivatives with respect to argument i at each.
+        """Return n neighbours of `point.values`, and n + 1 derivatives with respect to argument i.
 
-        The last derivative is at `point.values`. To break ties, one element may move further than the others.
+        The last derivative is at `point.values`. In a neighbour, elements move at random by at most the fraction
+        `share` of their array's largest element. At order 1, one element of some neighbours moves by twice this limit,
+        to break a tie. In argument i, `places` has the flat indices of such elements.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -317,19 +325,16 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a`, but not `autodiff`, differs from `e` by a common factor, which rounding never causes."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
+    # Rounding errors have no common factor.
     factor, own = (abs(float(b[held] @ e[held]) / float(e[held] @ e[held]) - 1) for b in (a, autodiff))
     return factor > tolerance.rtol and own < factor / ALLOWED
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return where, along each axis, the sum of the gradient `a` is near the sums of the gradients in `found`.
-
-    At a tie, the gradient may go to another element, but the sum remains.
-    """
+    # At a tie, the gradient may go to another element, but the sum remains.
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
         sums, nearby = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)

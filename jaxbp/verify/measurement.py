@@ -129,12 +129,13 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Return the costs of one implementation, and a dict from `KINDS` to its results.
+    """Return the costs of one implementation, and a dict from names in `KINDS`, such as "gradient", to arrays.
 
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to include the Hessian product, else 1.
-      programs: maps the texts of earlier programs to their implementations. This program is added.
+      seconds: the approximate duration of a round of timing.
+      programs: maps the texts of programs to implementations, to find identical programs. This program is added.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

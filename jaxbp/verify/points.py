@@ -95,7 +95,6 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield copies of `own` in which elements of the i-th argument equal `kinks`."""
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -122,7 +121,6 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0 and subnormal numbers, but keep a positive array positive."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)

@@ -90,7 +90,6 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifted`, which makes a function run in float64, or the identity if this fails for the forward."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -208,7 +207,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding operations to `dtype` moves each element of the results or of a derivative."""
+        """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
         self.derivative(order, values, cotangents, directions)  # selects the mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -220,7 +219,8 @@ class Reference:
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
         """Compute gradients for n sets of cotangents, exactly and with random rounding errors.
 
-        `parts` has one array `(n, *y.shape)` per result y. Return one array `(1 + runs, n, *x.shape)` per argument x.
+        `parts` has the cotangents, as one array `(n, *y.shape)` per result y. Return one array
+        `(1 + settings["runs"], n, *x.shape)` per argument x.
         """
 
         def gradients(values, parts):
@@ -241,10 +241,10 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return, for each k, the jump of a derivative's element on the line from the arguments `values` to `ends[k]`.
+        """Return, for each k, the jump of one element of a derivative on the line from `values` to `ends[k]`.
 
-        The element has the flat index `indices[k]` in the derivative with respect to argument i. Each halving keeps the
-        half of the line with the larger change, so that a smooth change shrinks.
+        The derivative is along `directions`, with respect to argument i. Its element has the flat index `indices[k]`.
+        Each halving keeps the half of the line with the larger change, so that a smooth change shrinks.
         """
         self.derivative(order, values, cotangents, directions)
         if (order, i) not in self._jumps:
@@ -290,7 +290,6 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return indices of evenly spaced elements, and of those where custom rules and autodiff differ most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -303,9 +302,9 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return the derivative of this order as a function of the op's arguments.
+        """Return the derivative of this order, along the directions `below`, as a function of the op's arguments.
 
-        Inside the op, arguments of `stop_gradient` keep the values that they have at `values`.
+        Cotangents are fixed. Inside the op, arguments of `stop_gradient` keep the values that they have at `values`.
         """
         arguments = list(cotangents), list(below)
         with float64():
@@ -381,7 +380,6 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return a program's scalar floating constants from 1e-3 to 1e3 in magnitude."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

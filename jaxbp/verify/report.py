@@ -23,7 +23,8 @@ class CheckRow:
       order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
-      relative: `absolute / max(max |e|, atol / rtol)`, with e, atol, and rtol as in `Tolerance`.
+      absolute: the largest `|a - e|` of a compared element a and its expected number e.
+      relative: `absolute / max(max |e|, atol / rtol)`, with atol and rtol as in `Tolerance`.
       index: the element with the largest difference relative to the allowed difference.
       analytic, numeric, inputs: at this index, the compared number, the expected number, and the arguments by name.
       reason: a description of the mistake, or the reason for another verdict.

@@ -99,7 +99,6 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients. If the forward has custom rules, finite differences confirm them."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -218,10 +217,7 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Compare the results of `run(programs)`, for example under `vmap`, with results under `jit`.
-
-        Yield one row per array that differs, or one row if there is none.
-        """
+        """Compare the results of `run(programs)`, for example under `vmap`, with results under `jit`."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
