@@ -41,7 +41,8 @@ class Place:
 class Accuracy:
     """Relative errors of one result or gradient of an op, at one offset and scale of its arguments.
 
-    A row is a vector along an array's last axis. Each error is a quantile over the rows for all random arguments.
+    A row is a vector along an array's last axis. Each number is the 95% quantile over the rows for all random
+    arguments, or the median if autodiff is inaccurate.
 
     Attributes:
       result: "value" and a result's index, or "gradient in" and an argument's name.
@@ -155,7 +156,10 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return each `Place` whose values fit in the dtype, and the shifted arguments, `(places, draws, *shape)`."""
+        """Scale and shift the `movable` arguments: all together, and each alone.
+
+        Return the `Place` of each change that `accuracy` keeps, and the changed arguments, `(places, draws, *shape)`.
+        """
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -186,9 +190,10 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the errors of one result of an op, or None if no exact value fits in the dtype.
+    """Return the numbers of an `Accuracy`, or None if no exact value fits in the dtype.
 
-    `exact` and `by_formula` are the float64 result, computed in two ways. The allowed error includes their difference.
+    `actual` is the implementation's result, and `native` is autodiff's. `exact` and `by_formula` are the float64
+    result, computed in two ways. The allowed error includes their difference.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -16,7 +16,7 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function to check with `jaxbp.verify.check`, to which `settings` are keyword arguments.
+    """A function to check. `settings` are keyword arguments of `jaxbp.verify.check`.
 
     `arguments` has one pair per argument: its shape, and its kind of random data, a key of `KINDS`.
     """

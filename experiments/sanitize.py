@@ -37,7 +37,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A finding that is not a mistake of jaxbp, and regular expressions for the start of its op, kernel, and text."""
+    """An explanation of findings of `tool` whose op, kernel, and text match the regular expressions at their start."""
 
     name: str
     reason: str

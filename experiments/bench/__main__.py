@@ -3,7 +3,7 @@
 docs/benchmarks.md has commands, and defines the figures. `implementation="pallas"` has no row without a GPU, or if the
 workload launches no kernel of jaxbp.
 
-The JSON file has the fields of every result file (`experiments/output/results.py`), and:
+`--json FILE` writes the fields of every result file (`experiments/output/results.py`), and:
 
     *_per_second    the rates of this GPU for the first `--dtype`: see `roofline.measured_rates`
     rows            one object per measurement, with the fields of `measure.MEASURED`

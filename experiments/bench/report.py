@@ -1,4 +1,4 @@
-"""Print the report of the bench as a table."""
+"""Print the bench's report as a table."""
 
 import itertools
 from collections.abc import Iterator, Mapping

@@ -32,7 +32,7 @@ CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
 
 
 class Settings(NamedTuple):
-    """The settings of a `Case`, which is a workload to time.
+    """The settings of a `Case`.
 
     Attributes:
       peers: the modules that time other libraries, by name.

@@ -110,7 +110,7 @@ LOGIC_CONV = {
 }
 """The published networks of size M. Images of CIFAR-10 have three bits per color channel.
 
-Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+Source: as in `jaxbp.logic_conv2d`.
 """
 
 
@@ -171,6 +171,7 @@ def _training_step(
     """Return a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
+      op, place, options, batches, error_batch: as in `Workload`.
       shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
       baselines: functions `(model, inputs) -> scores` in plain JAX, by name.
@@ -212,7 +213,7 @@ TICKS = 20
 def automaton_workload(size: int) -> Workload:
     """Return a training step of a cellular automaton on a grid of `size` times `size` cells.
 
-    `Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation.
+    The implementation can also be a function `(logits, automaton, state, steps) -> state` instead of a name.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()

@@ -26,11 +26,12 @@ class Workload:
       op, place: the name and the size of an op or training step.
       options: the keyword arguments of an op, or the arguments that make a training step's network.
       batches: the default batch sizes on a GPU and on other platforms.
-      function: (implementation, dtype) -> the function to time. `implementation` may be a function of `baselines`.
+      function: (implementation, dtype) -> the function to time. `implementation` is a name, None, or a function, as
+        in `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
       chain: (function, calls, implementation) -> a program that calls the function `calls` times. It takes a tuple of
-        sets of arguments, one set per call of an op, or one set for all training steps. In training steps,
-        `implementation` is for the optimizer, and "autodiff" means Optax.
+        sets of arguments, one set per call of an op, or one set for all training steps. `implementation` is only for
+        the optimizer of training steps, and "autodiff" means Optax. `function` has the network's implementation.
       steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size for the comparison with float64 on the CPU.

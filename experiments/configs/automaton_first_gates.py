@@ -37,8 +37,8 @@ def separating(
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
     """Return the number of wrong cells if the last tick computes the best function of 3 x 3 neighborhoods.
 
-    In earlier ticks, each gate passes on its input b where `drawn` is True, else a. No function is right for cells with
-    equal neighborhoods and different targets.
+    In earlier ticks, gates pass on inputs as in `drawn`. No function is right for cells with equal neighborhoods and
+    different targets.
 
     Args:
       start: `(height, width, channels)`.
@@ -64,9 +64,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) from which a tick copies its value.
+    """Return `sources`: for each channel, the (channel, cell of the 3 x 3 neighborhood) that a tick copies to it.
 
-    Gates pass on their input b where `perception` and `update` are True.
+    `perception` and `update` are the two parts of a `Draw`.
     """
 
     def passed_on(part, chosen):
@@ -90,7 +90,10 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether channel 0's value moves diagonally to another channel, then in the same direction to channel 0."""
+    """Return whether, with these `_sources`, two ticks copy channel 0 from the cell two diagonal steps away.
+
+    In between, another channel holds the value.
+    """
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 

@@ -36,7 +36,7 @@ class GateConfig(ImageConfig):
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, which takes bits, and `hard=True` for hard gates."""
+        """Return a model that is called as `model(bits, hard=...)`. `hard=True` selects hard gates."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

@@ -1,13 +1,14 @@
 """The experiment `logic-conv`, whose kernels are trees of 7 logic gates.
 
-With k kernels in the first convolution, the network `MNIST` has 8939 k gates. A kernel's gates count once per position
-in the image. Or-pools, each the OR of a window's bits, have 657 k more gates:
+With k kernels in the first convolution, the network `MNIST` has 8939 k gates in its layers. A kernel's gates count once
+per position in the image. The or-pools, each the OR of a window's bits, add 657 k gates:
 
-    size s (k = 16)     143,024 and 10,512      published: 147,000
-    size m (k = 64)     572,096 and 42,048      published: 566,000
-    size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
+                        layers       or-pools    the paper's network
+    size s (k = 16)       143,024    10,512        147,000
+    size m (k = 64)       572,096    42,048        566,000
+    size l (k = 132)    1,179,948    86,724      1,270,000
 
-The paper's network (see `jaxbp.logic_conv2d`) pads the second and third convolutions and has a third pool.
+The paper's network (see `jaxbp.logic_conv2d`) pads convolutions 2 and 3, and has a third pool.
 """
 
 import dataclasses

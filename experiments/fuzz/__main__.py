@@ -3,8 +3,9 @@
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
 A failing case is simplified, and printed as Python code. A case whose child process dies or hangs counts as a crash,
-and runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff. The JSON
-file has the fields of every result file (`experiments/output/results.py`), and:
+and runs again with autodiff. The exit code is 1 after a failure, or a crash that does not occur with autodiff.
+
+`--json FILE` writes the fields of every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support

@@ -42,7 +42,7 @@ class Program:
     exact: bool = True
     """Whether float32 products are exact, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not valid classes. The cotangents of their examples are 0."""
+    """Whether some labels are not valid classes."""
 
     @property
     def kink_convention(self) -> bool:
@@ -116,14 +116,15 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program has no second derivatives. At infinities, second derivatives depend on the formula."""
+        """Whether the program has no second derivatives."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
         """Whether the op's first argument may contain NaN, infinities, and values whose squares overflow.
 
-        A convolution may not, because it may multiply these values by zero.
+        Convolutions may not, because they may multiply these values by zero. Nor may programs with second derivatives,
+        which at infinities depend on the formula.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

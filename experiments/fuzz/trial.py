@@ -68,9 +68,9 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return autodiff's float64 result `exact`, but jaxbp's result `ours` where `ours` may differ.
+    """Return autodiff's float64 result `exact`, with elements of jaxbp's result `ours` where `ours` is always accepted.
 
-    There, `exact` is NaN, or `exact` is nearly too large for the dtype and `ours` is not finite.
+    It is accepted where `exact` is NaN, or where `exact` is nearly too large for the dtype and `ours` is not finite.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

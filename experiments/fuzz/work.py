@@ -1,4 +1,4 @@
-"""Run an op with random shapes and options on each kind of data. Simplify it if it fails."""
+"""Run random ops on each kind of data in `program.DATA`, and simplify ops that fail."""
 
 import dataclasses
 import functools

@@ -40,7 +40,7 @@ class Checkpoint:
       config: the settings, as from `configs.to_dict`.
       constants: the checksum of the model's untrained variables, or None without any.
       files: the checksum of each file, by its path within `state/`.
-      folder: the folder of the run's checkpoints.
+      folder: the parent of the checkpoint's folder.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""The training loop. An epoch is one compiled scan over batches. The data stays on the devices."""
+"""The training loop. An epoch is one compiled scan over batches."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
     loss_scale: float | None = None
     """The loss scale after this epoch, or None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Number of steps that changed only the loss scale, because of values that were not finite."""
+    """Number of steps that were not finite, and changed only the loss scale."""
 
 
 MOST_SKIPPED = 50
@@ -67,7 +67,7 @@ TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_second
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A model and its compiled training functions, which hold the dataset on the devices."""
+    """A model and the compiled functions that train it. They keep the dataset on the devices."""
 
     mesh: Mesh
     state: TrainState
@@ -76,7 +76,7 @@ class Training:
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`. Overwrites the given state."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
-    """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
+    """`params -> results` on the test set: see `evaluate`."""
     restarted: Callable[[int], TrainState | None]
     """`epoch -> state`: an initial state if training restarts before the epoch, else None."""
     compile_seconds: float
@@ -198,8 +198,8 @@ def train_epoch(
     The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
 
     Returns:
-      The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. Without
-        a loss scale, steps count as finite. A loss scale makes a step without finite values keep the parameters.
+      The state, and for each step the mean loss, the accuracy, and whether the loss and all gradients were finite.
+        With a loss scale, a step that is not finite keeps the parameters. Without one, all steps count as finite.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

@@ -98,7 +98,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """A process of a run, with its connections. Process 0 is connected to all others, and they only to process 0."""
+    """A process of a run, with its connections."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -188,7 +188,7 @@ def _bound(place, port):
     try:
         return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]  # without the address
+        reason = error.strerror.partition(" (")[0]
         raise UserError(
             f"--coordinator is {place.host}:{place.port}, but port {port} cannot be used ({reason}); wants an address "
             "of this machine, and a port that is unused, as is the next port"

@@ -91,11 +91,13 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """If the config sets `resume`, lock the directory and load its run. Otherwise, `begin` creates a run.
+        """If the config sets `resume`, lock the directory and load its run.
+
+        Otherwise, the caller must call `begin`, which creates a run.
 
         Raises:
           UserError: if there is no run to resume, if its settings differ, or if a new run's directory is not empty.
-          BrokenRun: if every checkpoint is corrupt, or if another process uses the directory.
+          BrokenRun: if a run to resume has only corrupt checkpoints, or if another process uses it.
         """
         if not self.config.resume:
             _check_is_free(self._path)
@@ -137,7 +139,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the fixed variables' checksum.
+        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the fixed variables' checksum, or if
+        another process uses the directory.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)

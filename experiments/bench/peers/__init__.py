@@ -32,7 +32,7 @@ class Task:
     Attributes:
       op, options: the name of an op or training step, and its `Workload.options`.
       sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty if only
-        the variants' names are wanted.
+        names of `Variant`s are wanted.
       small: arguments with a small batch, for the comparison with float64.
       calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.
@@ -51,7 +51,7 @@ class Task:
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
-"""A variant: its name, the precision of its products or None, and a function that measures it.
+"""A way to compute a task: its name, the precision of its products or None, and a function that measures it.
 
 The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small`, or None if they
 cannot be compared. If results should differ from jaxbp's, `reference` has them in float64.

@@ -51,8 +51,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """Return a cell's next state from the states of its neighborhood, `(9, channels)`."""
-
+    # `patch`: `(9, channels)`
     def perceived(of_kernel):
         x = patch.T
         for layer, wires in zip(of_kernel, automaton.perception, strict=True):

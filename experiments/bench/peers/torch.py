@@ -1,4 +1,4 @@
-"""PyTorch's ops and training steps, which the bench times.
+"""PyTorch's ops and training steps.
 
 In training steps, CUDA graphs include the update of the parameters, except in the mode "compile, reduce-overhead".
 """
@@ -45,7 +45,7 @@ for `task.small`, and `fields` are further fields of the row."""
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield a task's variants, one per mode of PyTorch: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the last `best` modes, which may be the fastest.
+    If `task.choice` is "best", yield only the last `best` of these modes. Callers list modes that may be fastest last.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -59,7 +59,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Return a task's time and temporary memory in one of PyTorch's modes, and its results in eager mode."""
+    """Measure a task in one of PyTorch's modes, but compute its results in eager mode."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
     torch.compiler.reset()
@@ -80,7 +80,10 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build`, which prepares calls of a task's op in a mode. Ops in `forwards` also compute gradients."""
+    """Return a `Build` for ops. Functions in `backwards` return gradients.
+
+    For a function in `forwards`, PyTorch's autograd also computes gradients.
+    """
     return functools.partial(_op, forwards, backwards)
 
 
@@ -128,7 +131,7 @@ def tensor(a):
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert indices of max pooling, from positions in a window (jaxbp) to positions in an image (PyTorch)."""
+    # jaxbp's indices are positions in a window. PyTorch's are positions in an image.
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -266,7 +269,7 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Return a `Build`, which prepares training steps for a task and a mode.
+    """Return a `Build` for training steps.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.

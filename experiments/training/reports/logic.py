@@ -47,9 +47,9 @@ def write_report(
     lines: Sequence[str],
     verilog: bool = True,
 ) -> str:
-    """Write gates.png, which counts the gates of `circuit`, and the code of `evaluated`. Return lines to print.
+    """Write gates.png, which counts the gates of `circuit`, and the code of `evaluated`, which starts with `comment`.
 
-    `evaluated` is `circuit`, perhaps simplified.
+    `evaluated` is `circuit`, perhaps simplified. Return the text to print: accuracies, then `lines`, then speeds.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
