@@ -14,7 +14,6 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell reads."""
 CENTRE = 4
 
 
@@ -27,12 +26,12 @@ class Automaton(ByContent):
 
     - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
       reads the channel in the cell and its eight neighbors, and returns `bits` numbers.
-    - Update: one circuit that reads the cell's channels, then the outputs of perception in the order channel, bit,
-      kernel. It returns the cell's next channels.
+    - Update: one circuit that reads the cell's channels, then the outputs of perception, sorted by channel, bit,
+      and kernel. It returns the cell's next channels.
 
     Attributes:
       perception, update: the wires of each layer. Perception reads the nine cells in row-major order.
-      order: row 0 permutes the gates of each update layer so that neighboring lanes of a GPU kernel read different
+      order: row 0 permutes the gates of each update layer so that neighboring threads of a GPU kernel read different
         banks of shared memory. Row 1 is the inverse permutation.
       periodic: whether opposite borders of the grid meet. If not, cells outside the grid are zero.
     """
@@ -160,7 +159,7 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # A row's bank depends on the row modulo `OCTET`. The last perception layer begins at a multiple of `OCTET`.
+        # The last perception layer begins at a multiple of `OCTET`.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -25,13 +25,13 @@ from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 UNROLL = 16
 """XLA launches the kernels of this number of ticks as one CUDA graph, which is faster."""
 _GATES, _LANES = 0, 1
-"""Rows of `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
+"""Rows of `Automaton.orders`: the gates in the kernels' order, and each gate's position in this order."""
 KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For the forward and the backward kernel, one integer per lane. It packs the two rows of shared memory that the
-    lane's gate reads."""
+    """For the forward and the backward kernel, one integer per output row of a gate. It packs the indices of the two
+    rows of shared memory that the gate reads."""
 
     forward: Array
     backward: Array
@@ -43,8 +43,8 @@ class Prepared:
     """Arrays that are computed once for the kernels of all ticks.
 
     Attributes:
-      lanes: the four coefficients of each lane's gate.
-      consumers: the rows of shared memory whose sum is the gradient of each lane's gate (`Plan.consumers`).
+      lanes: the four coefficients of each gate, in the kernels' order.
+      consumers: for each gate and input, the rows of shared memory whose sum is its gradient (`Plan.consumers`).
     """
 
     coefficients: tuple
@@ -98,8 +98,7 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return `dlast`, the last state's gradient, as the pair (dseen, dkept) that `tick_backward` takes. dkept is
-    `dlast`, and dseen, the gradient through a next tick, is 0."""
+    """Return `dlast`, the last state's gradient, as the pair (dseen, dkept) that `tick_backward` takes."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -168,7 +167,7 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    # The formula sums the gradients of perception's coefficients over channels. The first channel's lanes get the sums.
+    # The formula sums the gradients of perception's coefficients over channels. The first channel's gates get the sums.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -205,8 +204,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Permute the rows of each update layer, one per gate, to the order of the GPU lanes (`which=_GATES`), or back
-    (`which=_LANES`). `firsts` has the first row of each layer."""
+    """Permute the rows of each update layer, one per gate, to the kernels' order (`which=_GATES`), or back
+    (`which=_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -219,7 +218,6 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables of `Plan.consumers`."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -252,8 +250,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # Gradients of perception's first layer are first summed over its kernels, with axes (role, gate, channel). The
-    # update also reads the center cell.
+    # `kernel_sums` has the axes (role, gate, channel). The update also reads the center cell.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)

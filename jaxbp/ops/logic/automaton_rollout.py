@@ -111,7 +111,7 @@ def automaton_step(
     """Return the state of a grid after one tick. All cells run the same circuit of relaxed gates.
 
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
-        next = update(the cell's channels, then perceived in the order channel, bit, kernel)
+        next = update(the cell's channels, then perceived, sorted by channel, bit, and kernel)
 
     Here seen_pc is channel c of the p-th of nine cells: the cell and its eight neighbors, in row-major order. Beyond
     the border, cells are 0, or in a periodic automaton, the cells on the opposite side. perception_k and update are
@@ -211,10 +211,11 @@ def automaton_rollout_backward(
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_rollout`, by backpropagation through time:
 
-        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
-        dlogits = Σ_t dlogits_t, added up from the last tick to the first
+        (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t)
+        dlogits = Σ_t dlogits_t
 
-    Here s_t is as in `automaton_rollout`, with the forward's random values.
+    Here t runs from `steps - 1` down to 0, also in the sum, and `dstate_steps` is dlast. s_t is as in
+    `automaton_rollout`, with the forward's random values.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)

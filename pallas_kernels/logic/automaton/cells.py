@@ -14,8 +14,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """For each lane, one channel of one cell. `place` is its index in the state in device memory. In shared memory, it
-    is in row `row` of the last layer's outputs, and in column `column`. Lanes without a cell have `valid` False."""
+    """A vector of state elements, each one channel of one cell. `place` is an element's index in the state in device
+    memory. In shared memory, it is in row `row` of the last layer's outputs, and in column `column`."""
 
     row: Array
     column: Array
@@ -26,8 +26,11 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice: up to four cells, which are the columns of rows of shared memory. A CTA computes one group of slices at
-    a time. `slices`, `(slices, rows, count)`, is the group's shared memory, and `slices[number]` this slice's."""
+    """A slice: `count` cells, at most four. A row of shared memory has one input's or gate's values for these cells.
+
+    `slices`, `(slices, rows, count)`, is the shared memory of a CTA's current group of slices, and `slices[number]`
+    this slice's.
+    """
 
     plan: Plan
     count: int
@@ -147,8 +150,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield nine pairs (index, valid), because nine cells see each cell. `index` is where `dseen` has the gradients
-        of one of the nine with respect to `elements`, and `valid` is whether this cell exists."""
+        """Yield nine pairs (index, valid), one per cell that sees an element's cell. `dseen[index]` is the seeing
+        cell's gradient with respect to the element. `valid` is whether the seeing cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

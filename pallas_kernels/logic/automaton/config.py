@@ -1,5 +1,3 @@
-"""Division of a tick (time step) of an automaton among CTAs."""
-
 import dataclasses
 from typing import Any
 
@@ -38,7 +36,7 @@ class Config:
 
     Attributes:
       cells: cells that a CTA computes at a time: one, two, or a multiple of four.
-      lanes: maximum number of gates that a warpgroup computes per step, one per lane.
+      lanes: maximum number of gates that a warpgroup computes per step.
       lookahead: steps by which a warpgroup fetches wires and coefficients ahead.
       totals_in_registers: whether registers, not device memory, sum the coefficients' gradients.
     """
@@ -72,7 +70,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the `Config` of a tick's backward. In the forward, a CTA computes equally many cells at a time."""
+    """Return the `Config` of a tick's backward, never None. The forward (`forward_heuristic`) uses the same `cells`."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):

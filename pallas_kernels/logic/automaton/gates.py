@@ -37,7 +37,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """The arguments of `tick` for consecutive gates of a layer, one per lane."""
+    """The arguments of `tick` for consecutive gates of a layer."""
 
     wires: Array
     coefficients: Array
@@ -82,9 +82,8 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands for the backward of consecutive gates, one per lane. `total` has the sums of their coefficients'
-    gradients, unless these are in registers. `consumers` lists the rows of shared memory whose sum is dy, two per
-    integer."""
+    """Operands for the backward of consecutive gates. `total` has the sums of their coefficients' gradients, unless
+    these are in registers. `consumers` lists the rows of shared memory whose sum is dy, two per integer."""
 
     gates: _Gates
     total: Array | None
@@ -136,8 +135,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the `Cells` over which this warpgroup sums gradients of the coefficients of `part`, a range of gates.
-        Warpgroups divide the cells only if each keeps its sums in registers."""
+        """Return the `Cells` over which this warpgroup sums gradients of the coefficients of `part`. Warpgroups
+        divide the cells only if each keeps its sums in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -213,8 +212,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Add `sums`, a warpgroup's sums of the coefficients' gradients, to `before`, and write the result to `after`. If
-    two warpgroups sum over different cells, the second passes its sums to the first through `rows` of shared memory."""
+    """Write `before` plus `sums`, a warpgroup's sums of the coefficients' gradients, to `after`. If two warpgroups sum
+    over different cells, the second passes its sums to the first through `rows` of shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

@@ -24,8 +24,8 @@ class Layer:
     """Consecutive rows of shared memory, such as the outputs of one layer's gates.
 
     Attributes:
-      lanes: number of rows, a multiple of a warpgroup's threads, because each lane computes one row.
-      count: number of rows that are used.
+      lanes: number of rows including padding, a multiple of a warpgroup's 128 threads.
+      count: number of rows without padding.
       copies: number of consecutive rows with the same gate's coefficients.
     """
 
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, which fills up lists of rows to add (`ConsumerTables`)."""
+        """Index of a row of zeros, which stands for missing terms in the sums of `ConsumerTables`."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Plan:
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Number of lanes in the layers before each layer, followed by the number of all lanes."""
+        """Index of each layer's first gate in the padded array `wires` of `tick`, followed by the array's length."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -158,8 +158,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Location of one of the `ConsumerTables` in an array that joins them, from index `first` on. The table, `(pairs,
-    lanes)`, lists `consumers` rows of shared memory for each lane to add, two per integer."""
+    """Location of one of the `ConsumerTables`, `(pairs, lanes)`, in an array that joins them, from index `first` on.
+    Each column lists `consumers` rows of shared memory, whose sum is one row of gradients. An integer packs two row
+    indices."""
 
     first: int
     consumers: int
@@ -185,10 +186,10 @@ class GradientRows:
     """Rows of shared memory that the backward uses for gradients.
 
     Attributes:
-      firsts: for each layer, the first row of the gradients with respect to its gates' inputs: all a, then all b.
-        Except in the update's first layer, they are overwritten after the backward of the layer before has read them.
-      kernel_sums: gradients with respect to the inputs of perception's first layer, summed over its circuits, in the
-        order (a or b, gate, channel).
+      firsts: for each layer, the index of its first row. The layer's rows have its gates' gradients with respect to a,
+        then b. After the layer before has read these rows, they may be reused, except in the update's first layer.
+      kernel_sums: rows for these gradients in perception's first layer, summed over its circuits, in the order (a or b,
+        gate, channel).
     """
 
     firsts: tuple[int, ...]

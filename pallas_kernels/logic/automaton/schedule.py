@@ -16,12 +16,13 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Consecutive lanes of a layer whose values fit in one warpgroup's registers.
+    """Consecutive rows of a layer that a warpgroup computes in one step. Their values fit in its registers.
 
     Attributes:
-      first, offset: the first lane's row in shared memory, and its index in the layer.
-      is_alone: whether too few lanes of the layer remain to divide them among warpgroups. Then one warpgroup computes
-        these lanes for all cells, or each warpgroup for some cells.
+      first, offset: the first row's index in shared memory, and in the layer.
+      lanes: the number of rows.
+      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then each warpgroup computes
+        these rows for one slice (`Cells`), or if there are not as many slices as warpgroups, one warpgroup for all.
     """
 
     first: Any
@@ -41,7 +42,7 @@ class Step:
     from device memory.
 
     Attributes:
-      is_last: whether a barrier follows.
+      is_last: whether a barrier follows, as after the last step of a layer.
       read: None, or a function that reads further operands from shared memory before the preceding barrier, to use the
         waiting time. The previous step must not write them.
     """
