@@ -64,8 +64,7 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION`, with M from `BASES`.
-    The sigmoid gives the relaxed truth table."""
+    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION`, with M from `BASES`."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
@@ -189,7 +188,8 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The coefficients are `c + hard * stop_gradient(h - c)`, where the relaxed gate has c, and the hardened gate h.
+    These logits give the coefficients `c + hard * stop_gradient(h - c)`, where the relaxed gate has c, and the hardened
+    gate h.
 
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.

@@ -51,7 +51,10 @@ class Wires(ByContent):
 
     @property
     def turns(self) -> np.ndarray:
-        """Each gate's position among the gates that read its input a (row 0) and its input b (row 1): `(2, gates)`."""
+        """Each gate's position among the consumers of its input a (row 0), and of its input b (row 1): `(2, gates)`.
+
+        An input's consumers are all gates that read it, as a or b.
+        """
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -162,7 +165,7 @@ class Wires(ByContent):
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the gates in the order of Euler trails (see `Graph`), and the inputs in the order of first visit. Gate g
-    is `2 * g` if the trail enters it from its input a, `reads[2 * g]`, and `2 * g + 1` if from b."""
+    is encoded as `2 * g` if the trail enters it from its input a, `reads[2 * g]`, and as `2 * g + 1` if from b."""
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 

@@ -39,7 +39,6 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Sums over the batch per gate."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
@@ -107,7 +106,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return the gradients of x and the coefficients. dx may overwrite x, because only one CTA reads each element."""
+    """Return (dx, dc). dx may overwrite x, because only one CTA reads each element."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):

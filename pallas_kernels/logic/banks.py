@@ -1,8 +1,8 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes. A row, which has a gate's outputs in four cells, takes 16 bytes. A row's residue
-is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if different rows have
-different residues. The order of a layer's gates determines their rows.
+Shared memory has 32 banks of 4 bytes. A row has one gate's outputs for four cells of an automaton, 16 bytes. A row's
+residue is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if different rows
+have different residues. The order of a layer's gates determines their rows.
 """
 
 import itertools
@@ -37,8 +37,8 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`: each gate's position among the gates that read its input a, and that read its
-        input b.
+      turns: for each layer, `(2, gates)`. The backward adds the terms of an input's gradient, one per gate that reads
+        the input, in a fixed order. `turns` has each gate's position in this order for its inputs a and b.
       rows: for each input of the first layer, the index of its row in shared memory. Other layers begin at multiples of
         8.
     """
@@ -60,7 +60,8 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     so have its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
-    and octets are colors. A gate whose residues share no free octet displaces another gate to a second octet.
+    and octets are colors. A new gate takes an octet without a gate that has the same residue of a. If a gate there
+    has the same residue of b, it moves to an octet without such a gate, and so on.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -106,8 +107,8 @@ def _with_residues(octets, readers, roles):
 
     Args:
       octets: lists of eight gates of neighboring threads, then a list of the rest.
-      readers: `(2, gates)`, the number of the access in which the backward reads the gate's gradient with respect to a,
-        and to b. Eight threads share an access.
+      readers: `(2, gates)`, indices of accesses (eight threads each) in which the backward reads the gate's gradients
+        with respect to a and to b. Gates with equal indices should have different positions.
       roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
     """
     *octets, rest = octets

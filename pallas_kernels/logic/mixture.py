@@ -58,13 +58,11 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return the gradient with respect to the logits. `mixture` and this function run only on GPUs and in the
-    simulator.
+    """Return the gradient with respect to the logits.
 
     Args:
       dc: `(*gates, 4)`, float32.
       logits: `(*gates, functions)`, float32.
-      table: for each function, its four integer coefficients.
     """
     return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
 

@@ -22,8 +22,8 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return the gradients with respect to `c` and to the leaves. `levels` is the result of `levels_of_tree`, and `dy`
-    the gradient with respect to the root."""
+    """Return the gradients with respect to the coefficients `c` and to the leaves. `levels` is the result of
+    `levels_of_tree`, and `dy` the gradient with respect to the root."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

@@ -54,7 +54,7 @@ class Geometry:
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from the first position of a pooling window to its position `place`."""
+        """Return the distance, in pixels of a flattened image, from a pooling window's first position to `place`."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
@@ -78,8 +78,9 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the pixels that this tree's leaves read from `numbers`, a flattened image of N examples. Each lane has
-        one example of `lanes`. Its tree is at position `place` of the pooling window that begins at pixel `first`."""
+        """Load the pixels that this tree's leaves read from `numbers`, the flattened `(channels, height, width, N)`
+        images. Each lane has one example of `lanes`. Its tree is at position `place` of the pooling window that begins
+        at pixel `first`."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -106,7 +107,7 @@ def as_rows(x):
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
     """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`. `neighbors`
-    lists the columns of `columns_per_turn` adjacent windows. Return the last carry."""
+    lists the columns of `columns_per_turn` adjacent windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

@@ -112,11 +112,12 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return the float32 gradients of the coefficients, and of the leaves, `(kernels * leaves, rows, columns, N)`.
+    """Return the float32 gradients of the coefficients, and of all trees' leaves,
+    `(kernels * leaves.shape[1], rows, columns, N)`.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to the y of `forward`.
-      places: the indices from `forward`. Other arguments are arguments of `forward`.
+      places: the indices from `forward`. Other arguments: see `forward`.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]

@@ -107,7 +107,8 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx. `places` has the position of the leaf's tree in each pooling window."""
+        """Add a leaf's gradient to dx. `places` has the position of the maximum in each pooling window, or
+        is None for windows of size 1."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -293,7 +293,8 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
 
-    docs/logic_gates.md derives dlogits from `dc = Σ_batch dy (1, a, b, ab)`.
+    docs/logic_gates.md derives dlogits from `dc = Σ_batch dy (1, a, b, ab)`. In other parametrizations,
+    `dlogits_i = Σ_k dc_k ∂c_k/∂logits_i`. With `groups`, a gate's dy is its group's dy.
     """
     op = "gate_layer_backward"
     arguments = logits, x
