@@ -335,8 +335,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the 3 x 3 neighborhood of each cell in x `(channels, batch, height, words)`, with 64 cells per word:
-    `(9 * channels, batch, height, words)`."""
+    """Return each cell's 3 x 3 neighborhood, `(9 * channels, batch, height, words)`, with 64 cells per word."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

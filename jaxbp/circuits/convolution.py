@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offset `(rows, columns)`, in the image, of each convolution window from the first of its pool window."""
+        """Offsets `(rows, columns)` in the image of a pool window's convolution windows from its first one."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -84,10 +84,11 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return elements of the padded image x, in one array per convolution window of a pool window.
+        """Gather the same elements of every convolution window from the padded image x.
 
-        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Each
-        returned array is `(*axes, rows, columns, ...)`, with one row and column per pool window.
+        `places` are the elements' channels, rows, and columns in a convolution window: three arrays `(*axes)`. Item k
+        of the result is `(*axes, rows, columns, ...)`: these elements in convolution window k of the pool window in
+        each row and column.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -100,10 +101,10 @@ class Convolution(ByContent):
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add to `gates` one copy of the netlist `kernels` per position of the window, and the gates of the or-pool.
+        """Add to `gates` one copy of the netlist `kernels` per convolution window, and the gates of the or-pool.
 
-        x has the numbers of the inputs or gates in `gates` that are the image's bits. Return these numbers for the
-        pooled image.
+        For each bit of the image, x has the number in `gates` of the input or gate that computes the bit. Return such
+        numbers for the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

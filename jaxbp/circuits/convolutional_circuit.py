@@ -93,7 +93,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A kernel's gates count once, not once per position."""
+        """The number of gates. A kernel's gates count once."""
         return int(self.histogram().sum())
 
     @property

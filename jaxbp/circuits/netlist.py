@@ -19,7 +19,7 @@ _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
 """The 16 functions for words, arrays of words, and truth tables as ints."""
 GATES_AT_A_TIME = 4096
-"""The number of gates whose values should fit into the CPU's cache."""
+"""Gates per block of outputs. Their values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
 """The most variables (leaves) of a truth table."""
 _LEAF = np.array([False, True])
@@ -48,11 +48,13 @@ class Netlist(ByContent):
 
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
-        """Make a netlist from gates, each after the gates that it reads. In a, b, and `outputs`, i means input i, and
+        """Make a netlist from gates, each after the gates that it reads.
+
+        `gates` has the number of each gate's function, 0 to 15. In a, b, and `outputs`, i means input i, and
         `inputs + g` means gate g.
 
         Raises:
-          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is not in its
+          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is out of
             range.
         """
         checks.count("Netlist", "inputs", inputs)
@@ -94,7 +96,6 @@ class Netlist(ByContent):
 
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
-        """Make a netlist from a circuit."""
         listed = GateList(circuit.inputs)
         sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
@@ -109,7 +110,6 @@ class Netlist(ByContent):
         return self.gates.size
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
@@ -142,7 +142,7 @@ class Netlist(ByContent):
         - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
           the two sources of another gate reads these sources directly.
         - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources,
-          or the same truth table of at most ten inputs or gates.
+          or if they are the same function of at most ten inputs and other gates.
         - Gates on which no output depends are removed.
         """
         builder = _Builder(self.inputs)
@@ -177,9 +177,10 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` of the C code per group of gates with equal depth, function, and block of outputs.
+        """Return the gates in tables of the C code, the memory row of each output, and the number of memory rows.
 
-        Also return the memory row of each output, counted from `first`, the first input's row, and the number of rows.
+        A table has the gates of equal depth and function that are first needed by one block of outputs. Input 0 is in
+        memory row `first`, from which the rows of outputs are counted.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -191,8 +192,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates by the first block of outputs that needs them, so that a block's gates fit into the CPU's
-        cache."""
+        """Divide the outputs into blocks, and sort the gates by the first block that needs them."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -246,9 +246,8 @@ class GateList:
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add a copy of a netlist's gates per vector of `inputs`, the numbers of the inputs or gates that it reads.
-
-        Return the numbers of the copies' outputs, `(*places, outputs)`.
+        """Add one copy of a netlist's gates per vector of `inputs`, which has the numbers of the inputs or gates
+        that the copy reads. Return the numbers of the copies' outputs, `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -265,8 +264,8 @@ class _Builder:
     """A netlist that is simplified while gates are added.
 
     Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
-    and literal `2 * n + 1` its inversion. So that equal gates are found, a gate reads two nodes, the lower node first,
-    depends on both, and is 0 if both are 0.
+    and literal `2 * n + 1` its inversion. Gates are in a normal form, so that equal gates are found: a gate reads two
+    nodes, the lower node first, depends on both, and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):

@@ -281,7 +281,7 @@ def c_of_tables(
     """Return C99 source that evaluates the tables in order, as described in `Circuit.to_c`.
 
     The code's memory (see `Table`) has `rows` rows. The first hold the inputs. The others are initially 0.
-    Output i is in row `last + outputs[i]`.
+    `outputs` are the outputs' rows, counted from row `last`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):
