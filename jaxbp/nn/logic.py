@@ -1,5 +1,3 @@
-"""Networks of differentiable logic gates."""
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Required, TypedDict, Unpack
@@ -125,7 +123,7 @@ class LogicNetwork(nnx.Module):
         self.classes, self.tau = classes, tau
 
     def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
-        """Return the class scores. With `hard`, x has bits, and each gate computes its most probable function."""
+        """Return the class scores. With `hard`, x must be 0 or 1, and each gate computes its most probable function."""
         *layers, last = self.layers
         for layer in layers:
             x = layer(x, hard=hard)

@@ -1,5 +1,3 @@
-"""Logic cellular automata."""
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,5 +1,3 @@
-"""Convolutional networks of differentiable logic gates."""
-
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
@@ -136,7 +134,7 @@ class LogicConvNetwork(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch classes"]:
-        """Return the class scores. With `hard`, x has bits, and each gate computes its most probable function."""
+        """Return the class scores. With `hard`, x must be 0 or 1, and each gate computes its most probable function."""
         checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 

@@ -80,4 +80,4 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        return jnp.mean(self.head(x), axis=1)  # The dense layer is linear, so this is also the logits of a mean.
+        return jnp.mean(self.head(x), axis=1)

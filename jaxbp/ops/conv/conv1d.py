@@ -85,7 +85,7 @@ def conv1d_backward(
 
     db has the dtype of w.
 
-    Source: as in `conv2d`, chapter 4.
+    Source: Dumoulin and Visin (see `conv2d`), chapter 4.
     """
     op = "conv1d_backward"
     arguments = x, w, w

@@ -135,8 +135,8 @@ def conv2d(
 
     Args:
       stride, dilation: one int, or a pair for rows and columns.
-      padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
-        "SAME_LOWER", or "VALID".
+      padding: zeros around the image, as one int for all sides; as two entries for rows and columns, each an int or a
+        pair (before, after); or as "SAME", "SAME_LOWER", or "VALID".
       groups: the number of groups of channels. An output reads only its group's input channels.
       dimension_numbers: the layouts of x, w, and y, by default ("NCHW", "OIHW", "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
@@ -175,7 +175,7 @@ def conv2d_backward_input(
 
     dx has the promoted dtype of dy and w. `input_size` is the height and width of x. s, d, and p are as in `conv2d`.
 
-    Source: as in `conv2d`, chapter 4.
+    Source: Dumoulin and Visin (see `conv2d`), chapter 4.
     """
     op = "conv2d_backward_input"
     dy, w = checks.floating(op, dy=dy, w=w)
@@ -208,7 +208,7 @@ def conv2d_backward_weights(
 
     dw has the promoted dtype of dy and x. `filter_size` is the height and width of w. s, d, and p are as in `conv2d`.
 
-    Source: as in `conv2d`, chapter 4.
+    Source: Dumoulin and Visin (see `conv2d`), chapter 4.
     """
     op = "conv2d_backward_weights"
     dy, x = checks.floating(op, dy=dy, x=x)

@@ -199,8 +199,8 @@ def conv2d_relu_max_pool2d_with_indices(
     Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
 ]:
     """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the position of each window's maximum, as in
-    `max_pool2d_with_indices`. If ReLU is 0 in the whole window, the index is `window_height * window_width`. Indices
-    are uint8 for windows of up to 255 positions, else int32."""
+    `max_pool2d_with_indices`. If the maximum is not above 0, the index is `window_height * window_width`. Indices are
+    uint8 for windows of up to 255 positions, else int32."""
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
 
@@ -223,10 +223,11 @@ def conv2d_relu_max_pool2d_backward(
 ]:
     """Gradients of `conv2d_relu_max_pool2d` with respect to x, w, and b.
 
-    Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
-    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
+    `indices` come from `conv2d_relu_max_pool2d_with_indices`. Let dz have, in each window, dy at the position that the
+    index gives, and 0 elsewhere. Where ReLU's derivative is 0, the index is outside of the window, so dz is 0.
+    The gradients are `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    db has the dtype of w. `indices` come from `conv2d_relu_max_pool2d_with_indices`.
+    db has the dtype of w.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w

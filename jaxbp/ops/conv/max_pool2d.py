@@ -71,7 +71,8 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """Return each window's element of x, padded with `fill`, at its index, or 0 if the index exceeds the window."""
+    """Return the element of x that `indices` selects in each window, or 0 if the index exceeds the window. `fill` pads
+    x."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 

@@ -133,7 +133,10 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None."""
+    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None.
+
+    Rows where `kept` is False have loss and gradient 0.
+    """
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
