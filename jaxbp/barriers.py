@@ -1,7 +1,7 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
 A barrier prevents XLA from merging, moving, or repeating computations. Before jaxlib 0.11.1, XLA's CPU compiler removes
-every barrier before it optimizes, so a function call that XLA must not inline (`inlineable`) replaces it.
+every barrier before it optimizes. A function call with the attribute `inlineable="false"` then replaces the barrier.
 """
 
 import functools
@@ -43,7 +43,7 @@ def recomputed(*arrays: Array) -> tuple[Array, ...]:
 def stored(residual: Array) -> Array:
     """Return a residual. On a GPU, a barrier makes XLA store this array and no other.
 
-    Otherwise, XLA may keep the array from which it can compute the residual again, or, in half precision, the float32
+    Without it, XLA may store an array from which it can compute the residual again, or, in half precision, the float32
     array that was rounded (`xla_allow_excess_precision`).
     """
     return _on_gpu(lax.optimization_barrier, residual)

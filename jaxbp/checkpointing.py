@@ -46,8 +46,10 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Compute `state = step(state, t)` for each step t. Return the last state and, for `reverse_scan`, `keep(state)`
-    before the steps that the policy `memory`, which is not "all", selects."""
+    """Compute `state = step(state, t)` for each step t. Return the last state, and the kept states for `reverse_scan`.
+
+    The policy `memory`, not "all", selects the steps before which `keep(state)` is kept.
+    """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)
@@ -148,14 +150,14 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan for the backward of n segments (runs of steps), last segment first, with memory for few states (slots).
+    """A plan for the backward of n segments (runs of steps), with memory for few states (slots).
 
     Attributes:
       slots: number of slots, without an extra one that receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: four arrays `(n,)`, for the backward of each segment: the segment, the slot of an earlier state, the
-        segment that begins with this state, and the first index in `slots_on_the_way`.
-      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
+      visits: four arrays `(n,)`, with one entry per segment, last first: the segment; the slot of an earlier state,
+        where recomputation starts; the segment that begins with this state; and the first index in `slots_on_the_way`.
+      slots_on_the_way: for each segment that is recomputed, the slot for the state before it.
     """
 
     slots: int

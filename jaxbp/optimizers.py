@@ -124,8 +124,6 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as an Optax transformation and as a kernel."""
-
     numbers: Mapping[str, Any]
     mask: Any
 

@@ -258,7 +258,7 @@ class Pair(Op[P, R]):
         dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
         tuple of pytrees, by default the arguments. Its arrays that are not arguments get the op's name, for the
-        policies of `jax.checkpoint`. A kernel that `save` calls must be `differentiable`.
+        policies of `jax.checkpoint`. If `save` calls a kernel, wrap it in `differentiable`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `vjp` calls
         `save`.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
@@ -415,12 +415,10 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Return the forward's result, and the arguments as residuals: the `save` of a `Pair` by default."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arguments, which are the residuals of a `Pair` by default."""
     return arrays
 
 

@@ -217,7 +217,7 @@ class LossScale:
         """Wait for the device, and check that not all of the last `most_skipped` steps were skipped.
 
         Raises:
-          FloatingPointError: all were skipped, although a dynamic scale is then at its minimum.
+          FloatingPointError: all were skipped, usually because of NaN or infinity in the data or parameters.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:

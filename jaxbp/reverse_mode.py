@@ -101,8 +101,8 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)`. `jax.linear_transpose` supports it for each set of indices in `linear_in`, if it is
-    jointly linear in these arrays."""
+    """Return `function(*arrays)`, and support `jax.linear_transpose`. Each entry of `linear_in` is a set of indices of
+    arrays in which the function is jointly linear."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))

@@ -1,5 +1,3 @@
-"""Checks of the arguments of ops."""
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -122,8 +120,8 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes as `where`, or else
-    to `shapes[0]`."""
+    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes, or to
+    `shapes[0]` if there is none."""
     if where is None:
         return None
     where = array(op, "where", where)
