@@ -1,6 +1,6 @@
 """Backpropagation through many steps with bounded memory.
 
-The policy "logarithmic" is binomial checkpointing of segments of about log2(steps) steps.
+In scans, the policy "logarithmic" is binomial checkpointing of segments of about log2(steps) steps.
 """
 
 import dataclasses
@@ -188,8 +188,8 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Plan the backward of n segments (runs of steps), with `slots` slots, each for one state.
 
     Return `(segment, slot, start, stores)` per segment, last first. The slot has the state before segment `start`, from
-    which segments `start` to `segment - 1` are recomputed. `stores` maps some of these segments to slots for the
-    states before them.
+    which segments `start` to `segment - 1` are recomputed. `stores` maps some segments to slots for the states
+    before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []

@@ -132,7 +132,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Call the function on one device, lowered without the mesh that `jax.set_mesh` may set."""
+    """Call the function of one device, lowered without the mesh that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():

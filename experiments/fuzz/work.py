@@ -55,7 +55,7 @@ class Outcome:
 def work(task: Task) -> Iterator[Outcome]:
     """Run a random op, and yield one outcome per kind of data.
 
-    After a failure, also yield one for a simpler op, if that fails too.
+    After a failure, also yield one for a simpler program, if that fails too.
     """
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()

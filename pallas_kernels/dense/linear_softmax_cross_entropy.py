@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits with many classes: one kernel for sums and maxima over the classes, and one for the
 gradient.
 
-In the first kernel, each thread computes an online softmax of its logits.
+In the first kernel, each thread computes the maximum and sum of an online softmax of its logits.
 """
 
 import dataclasses

@@ -240,7 +240,7 @@ _INPUTS, _CONSUMERS = 4, 4
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
     """Tile of a CTA: `inputs` inputs of the layer, and one block of `length` examples. For each input, the CTA loads
-    the data of `consumers` of its gates at once."""
+    at once the data of `consumers` gates that read it."""
 
     inputs: int
     consumers: int

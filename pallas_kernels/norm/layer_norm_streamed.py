@@ -48,7 +48,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 def _stage_rows(x: Any, arrays: int) -> int:
     hidden = x.shape[-1]
-    # About 8 KiB per array and copy.
+    # A copy of one array has about `arrays` times 8 KiB.
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
         return max(1, group_rows)

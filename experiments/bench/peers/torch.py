@@ -43,7 +43,7 @@ for `task.small`, and `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield a task's variants, one per mode of PyTorch: "eager", and on a GPU also "CUDA graph" and `modes`.
+    """Yield a task's variants, one per precision and mode: "eager", and on a GPU also "CUDA graph" and `modes`.
 
     If `task.choice` is "best", yield only the last `best` of these modes. Callers list modes that may be fastest last.
     """

@@ -37,7 +37,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """The arguments of `tick` for consecutive gates of a layer."""
+    """The packed wires and the coefficients of consecutive gates of a layer."""
 
     wires: Array
     coefficients: Array
