@@ -71,18 +71,17 @@ def with_math(paragraph: str) -> str:
 
 def _shapes(function: Callable) -> Iterator[str]:
     for name, annotation in typing.get_type_hints(function).items():
-        shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in _flat(annotation)]
-        if shapes and name == "return":
-            yield f"- returns: {', '.join(shapes)}"
-        elif shapes:
-            yield f"- `{name}`: {' or '.join(dict.fromkeys(shapes))}"
+        if shapes := " or ".join(_alternatives(annotation)):
+            yield f"- {'returns' if name == 'return' else f'`{name}`'}: {shapes}"
 
 
-def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
+def _alternatives(annotation: typing.Any) -> list[str]:
     if hasattr(annotation, "dim_str"):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _flat(part)
+        return [f"`({', '.join(annotation.dim_str.split())})`"]
+    parts = [alternatives for part in typing.get_args(annotation) if (alternatives := _alternatives(part))]
+    if parts and typing.get_origin(annotation) is tuple:
+        return [", ".join(map(" or ".join, parts))]
+    return list(dict.fromkeys(itertools.chain.from_iterable(parts)))
 
 
 if __name__ == "__main__":
