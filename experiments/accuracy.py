@@ -71,7 +71,7 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the errors of every result and gradient of the ops, for arguments at every offset and scale.
 
-    Leave out offsets and scales at which values overflow, or values that an op must tell apart become equal.
+    Leave out an offset and scale if values overflow, or if values of an `Argument` with `apart=True` become equal.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -94,8 +94,6 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a function for all ops, compiled at once: `{op: (arguments, cotangents)} -> {op: {result: array}}`."""
-
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
 
@@ -158,7 +156,8 @@ class _Drawn:
     def moved(self, offsets, scales, dtype):
         """Scale and shift the `movable` arguments: all together, and each alone.
 
-        Return the `Place` of each change that `accuracy` keeps, and the changed arguments, `(places, draws, *shape)`.
+        Return the `Place` (offset, scale, name) of each change, and the arguments, `(places, draws, *shape)`. Leave out
+        changes for which values overflow, or values that must differ become equal.
         """
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
@@ -190,9 +189,9 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the numbers of an `Accuracy`, or None if no exact value fits in the dtype.
+    """Return the error, autodiff's error, and `Accuracy.excess`, or None if no exact value fits in the dtype.
 
-    `actual` is the implementation's result, and `native` is autodiff's. `exact` and `by_formula` are the float64
+    `actual` is the implementation's result, and `native` is autodiff's result. `exact` and `by_formula` are the float64
     result, computed in two ways. The allowed error includes their difference.
     """
     limits = jnp.finfo(dtype)

@@ -4,8 +4,8 @@
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
-separately, because XLA's memory pool would hide accesses beyond its end. `--attempts` repeats processes, which
-sometimes die at exit or hang in XLA's compiler. The outcomes are:
+separately, because XLA's memory pool would hide accesses beyond its end. Processes sometimes die at exit, or hang in
+XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
     explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
@@ -37,7 +37,11 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """An explanation of findings of `tool` whose op, kernel, and text match the regular expressions at their start."""
+    """An explanation of findings of `tool`.
+
+    The regular expressions `op`, `kernel`, and `text` match the beginning of a finding's op, kernel, and lines of text,
+    joined by spaces.
+    """
 
     name: str
     reason: str
@@ -45,7 +49,6 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """Pattern for the lines of the text, joined by spaces."""
 
 
 EXPLAINED = (

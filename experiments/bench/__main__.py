@@ -5,7 +5,7 @@ workload launches no kernel of jaxbp.
 
 `--json FILE` writes the fields of every result file (`experiments/output/results.py`), and:
 
-    *_per_second    the rates of this GPU for the first `--dtype`: see `roofline.measured_rates`
+    *_per_second    how fast this GPU moves bytes, and multiplies matrices of the first `--dtype`
     rows            one object per measurement, with the fields of `measure.MEASURED`
     missing         the names of measurements that were not made
 """

@@ -1,7 +1,7 @@
 """The rows of the bench's report: one per workload, batch size, and implementation, baseline, or
 variant of a peer.
 
-A baseline is another formulation in plain JAX. A peer is another library. No program compiles while another is timed,
+A baseline is another formulation in plain JAX. No program compiles while another is timed,
 because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
 

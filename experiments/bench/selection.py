@@ -1,5 +1,3 @@
-"""Choose the workloads to time."""
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -21,7 +19,7 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that `cases` names. With `batch_last`, return only ops, with the batch axis last."""
+    """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last."""
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]

@@ -1,5 +1,3 @@
-"""Training steps as workloads."""
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -263,9 +261,10 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return `jax.value_and_grad(loss)` for the state of a training step.
+    """Return a function `(state, *arguments)` that computes `loss(parameters, ...)` and the parameters' gradients.
 
-    With loss scaling (`Scaled`), it also returns whether the gradients are finite, and the next loss scale.
+    `state` is the parameters, or a `Scaled` with the parameters and a loss scale. With `Scaled`, the function also
+    returns whether the gradients are finite, and the next loss scale.
     """
 
     def function(state, *arguments):

@@ -1,5 +1,3 @@
-"""The workloads that the bench times."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -60,9 +58,9 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size, a key of `entry.real`.
+    """Return the workload of an op at the size `place`, a key of `entry.real`.
 
-    It also computes gradients, unless the op is a backward.
+    The workload also computes gradients, unless the op is a backward.
     """
     case, backward = entry.real[place], "_backward" in entry.name
 

@@ -210,7 +210,8 @@ class AutomatonConfig(TrainingConfig):
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
         """Return the setting `field` at an optimizer step.
 
-        It is 0 for a share `hard_from` of the steps, then grows linearly to its configured value.
+        It is 0 for the fraction `hard_from` of the steps, then grows linearly. It reaches its configured
+        value at the last step, or with restarts, at the last step before each restart.
         """
         updates = self.updates
         if self.restart_after:

@@ -1,4 +1,4 @@
-"""Choose which of its inputs, a or b, each gate of an automaton initially passes on: see docs/automata.md.
+"""Choose which of its inputs, a or b, each gate of an automaton initially outputs: see docs/automata.md.
 
 With such gates, a tick only copies values between channels and neighboring cells.
 """
@@ -13,7 +13,7 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""One array per perception layer, and one per update layer. They are true where a gate passes on its input b."""
+"""One array per perception layer, and one per update layer. They are true where a gate outputs b, not a."""
 MOST_DRAWS = 20_000
 """The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
@@ -35,12 +35,12 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the number of wrong cells if the last tick computes the best function of 3 x 3 neighborhoods.
+    """Return the number of wrong cells if the last tick can be any function of a cell's 3 x 3 neighborhood.
 
-    In earlier ticks, gates pass on inputs as in `drawn`. No function is right for cells with equal neighborhoods and
-    different targets.
+    The best function gives cells with equal neighborhoods their most frequent target.
 
     Args:
+      drawn: true for each gate that outputs its input b in the earlier ticks. The other gates output a.
       start: `(height, width, channels)`.
       target: the visible channels after `steps` ticks, `(height, width, visible)`.
     """
@@ -64,9 +64,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return `sources`: for each channel, the (channel, cell of the 3 x 3 neighborhood) that a tick copies to it.
+    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) that a tick copies to it.
 
-    `perception` and `update` are the two parts of a `Draw`.
+    Each gate outputs its input b where `perception` or `update` is true, else a.
     """
 
     def passed_on(part, chosen):
@@ -90,10 +90,7 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether, with these `_sources`, two ticks copy channel 0 from the cell two diagonal steps away.
-
-    In between, another channel holds the value.
-    """
+    # Two ticks copy channel 0 from the cell two diagonal steps away, through another channel.
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 

@@ -1,7 +1,7 @@
 """The experiment `logic-conv`, whose kernels are trees of 7 logic gates.
 
-With k kernels in the first convolution, the network `MNIST` has 8939 k gates in its layers. A kernel's gates count once
-per position in the image. The or-pools, each the OR of a window's bits, add 657 k gates:
+Per kernel of the first convolution, the network `MNIST` has 8939 gates in its layers. A kernel's gates count once per
+position in the image. The or-pools, each the OR of a window's bits, add 657 gates per kernel. With k such kernels:
 
                         layers       or-pools    the paper's network
     size s (k = 16)       143,024    10,512        147,000

@@ -1,5 +1,3 @@
-"""Check whether values have annotated types."""
-
 import reprlib
 import types
 from collections.abc import Callable, Mapping

@@ -1,5 +1,3 @@
-"""Draw random shapes and options for an op."""
-
 import dataclasses
 import inspect
 import itertools

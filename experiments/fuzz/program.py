@@ -1,5 +1,3 @@
-"""Random programs and their data."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -50,7 +48,10 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the op's arguments. Floats have the distribution `kind` of `DATA`. Integers are always the same."""
+        """Draw the op's arguments. Floats have the distribution `kind` of `DATA`.
+
+        Integers, such as labels, do not depend on `random` or `kind`, because they are constants in a compiled program.
+        """
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -116,7 +117,6 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program has no second derivatives."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property

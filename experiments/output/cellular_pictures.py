@@ -46,7 +46,8 @@ def write_pictures(
 ) -> list[Path]:
     """Write pictures of three runs of an automaton, and return their paths.
 
-    The runs start from `initial_state`, `large_state`, and the first run's last state with zeros in a square.
+    The pictures show the first `visible` channels. The runs start from `initial_state`, `large_state`, and the first
+    run's last state with zeros in a square.
     """
 
     def run(state, number):

@@ -1,5 +1,3 @@
-"""The HTML page with the results of `experiments.compare`."""
-
 import io
 import json
 import re

@@ -16,7 +16,6 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Compile `circuit.evaluate` as C code."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 

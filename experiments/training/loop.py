@@ -67,7 +67,7 @@ TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_second
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A model and the compiled functions that train it. They keep the dataset on the devices."""
+    """A model and the compiled functions that train it. The functions keep the dataset on the devices."""
 
     mesh: Mesh
     state: TrainState
@@ -195,7 +195,8 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over the N examples `inputs` and `targets`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
+    The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1. `share` divides a batch
+    among the devices.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and all gradients were finite.
@@ -242,7 +243,10 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over the inputs, the number of correct predictions, and the predictions."""
+    """Return the mean loss over the inputs, the number of correct predictions, and the predictions.
+
+    `share` divides a batch among the devices.
+    """
     batches = -(-len(inputs) // batch_size)
     # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)

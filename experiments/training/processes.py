@@ -74,8 +74,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Process 0 sends `settings`, one line of text. If its command returns 0, all processes exit with 0. If a process
-    disappears, all others exit with 1.
+    Process 0 sends `settings`, one line of text. When the command of process 0 returns 0, all processes exit with 0.
+    If a process fails or disappears, all others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -98,7 +98,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """A process of a run, with its connections."""
+    """This process. Process 0 has `links` to all other processes, which have one to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -241,9 +241,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Start a relay between JAX and the coordinator in process 0, and return its local address.
+    """Start a relay between JAX and the coordinator at `place`, and return the relay's local address.
 
-    JAX aborts a process whose connection closes, often before the reason is printed. The relay does not close it.
+    JAX aborts a process if its connection to the coordinator closes, often before `_watch` prints which process ended.
+    The relay keeps JAX's connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -275,7 +276,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read one line from a socket, and nothing after it. Raise OSError if it is too long or slow."""
+    # Reads nothing after the line.
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -186,7 +186,6 @@ class RunDirectory:
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove temporary files. Restore config.json and metrics.jsonl from the checkpoint, and warn if `loud`."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)

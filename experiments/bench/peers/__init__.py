@@ -31,8 +31,8 @@ class Task:
 
     Attributes:
       op, options: the name of an op or training step, and its `Workload.options`.
-      sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty if only
-        names of `Variant`s are wanted.
+      sets: the arguments of jaxbp, one set per call of an op, or a single set for training steps. Empty if
+        `variants(task)` is called only for names, and nothing is measured.
       small: arguments with a small batch, for the comparison with float64.
       calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.

@@ -45,7 +45,8 @@ for `task.small`, and `fields` are further fields of the row."""
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield a task's variants, one per precision and mode: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the last `best` of these modes. Callers list modes that may be fastest last.
+    If `task.choice` is "best", yield only the last `best` modes in this order. Modes that may be the fastest must be at
+    the end of `modes`.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -59,7 +60,10 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Measure a task in one of PyTorch's modes, but compute its results in eager mode."""
+    """Time a task in one mode, such as "CUDA graph", and return fields of `measure.MEASURED` and `results`.
+
+    The results, for `task.small`, come from eager mode, which needs no second compilation.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
     torch.compiler.reset()
@@ -80,9 +84,9 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops. Functions in `backwards` return gradients.
+    """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
-    For a function in `forwards`, PyTorch's autograd also computes gradients.
+    Functions in `backwards` return gradients. For a function in `forwards`, PyTorch's autograd also computes gradients.
     """
     return functools.partial(_op, forwards, backwards)
 
@@ -269,7 +273,7 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Return a `Build` for training steps.
+    """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.

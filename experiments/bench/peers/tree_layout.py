@@ -18,7 +18,7 @@ def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarr
 
 
 def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> list[np.ndarray]:
-    """Return one array per level, from the leaves to the root."""
+    # from the leaves to the root
     counts = [2**level for level in reversed(range((parameters.shape[1] + 1).bit_length() - 1))]
     return np.split(parameters.swapaxes(0, 1), np.cumsum(counts)[:-1])
 

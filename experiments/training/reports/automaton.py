@@ -1,5 +1,3 @@
-"""The report on a trained automaton."""
-
 import json
 import shutil
 import tempfile

@@ -1,5 +1,3 @@
-"""The report on a trained logic network."""
-
 import io
 import shutil
 import tempfile
