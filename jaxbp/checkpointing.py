@@ -1,6 +1,7 @@
 """Backpropagation through many steps with bounded memory.
 
-In scans, the policy "logarithmic" is binomial checkpointing of segments of about log2(steps) steps.
+In scans, the policy "logarithmic" is binomial checkpointing, whose units are segments of about log2(steps) steps. The
+backward of a segment recomputes and keeps the states before all of its steps.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def advance(
 ) -> tuple[Any, Any]:
     """Compute `state = step(state, t)` for each step t. Return the last state, and the kept states for `reverse_scan`.
 
-    The policy `memory`, not "all", selects the steps before which `keep(state)` is kept.
+    The policy `memory` selects the steps before which `keep(state)` is kept. It must not be "all".
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -155,9 +156,10 @@ class _Schedule:
     Attributes:
       slots: number of slots, without an extra one that receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: four arrays `(n,)`, with one entry per segment, last first: the segment; the slot of an earlier state,
-        where recomputation starts; the segment that begins with this state; and the first index in `slots_on_the_way`.
-      slots_on_the_way: for each segment that is recomputed, the slot for the state before it.
+      visits: four arrays `(n,)`, with one entry per segment, last segment first: the segment; the slot of the state
+        from which recomputation starts; the segment that begins with this state; and the index in `slots_on_the_way` of
+        the first recomputed segment. The next ones follow there.
+      slots_on_the_way: for each recomputation of a segment, the slot for the state before the segment.
     """
 
     slots: int

@@ -1,5 +1,3 @@
-"""An Optax optimizer that updates many parameters in one launch (docs/api.md)."""
-
 import dataclasses
 import functools
 import numbers
@@ -80,12 +78,14 @@ def fused_adamw(
     number of the step, counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with Adam's state.
 
     Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. For a mask,
-    `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.
+    `optax.inject_hyperparams` needs `static_args="mask"`. `optax.inject_hyperparams` returns a transformation without
+    `apply`, so Optax computes its updates.
 
     Args:
       mask: as in `optax.adamw`. With a mask, parameters with and without weight decay need separate launches.
-      implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
-        kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None is Optax.
+      implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the kernel where it is faster,
+        else Optax. The kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None
+        is Optax.
 
     Raises:
       TypeError, ValueError: an argument is invalid, or `apply` gets trees that do not match.

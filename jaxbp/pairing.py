@@ -258,12 +258,12 @@ class Pair(Op[P, R]):
         dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
         tuple of pytrees, by default the arguments. Its arrays that are not arguments get the op's name, for the
-        policies of `jax.checkpoint`. If `save` calls a kernel, wrap it in `differentiable`.
+        policies of `jax.checkpoint`. If `save` calls a kernel, wrap the kernel in `differentiable`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `vjp` calls
         `save`.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
-      linear: whether the forward is linear in its only array. If so, calls pass its shape as the option `shape`, and
-        the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
+      linear: whether the forward is linear in its only array. If so, each call of the pair must pass the array's shape
+        as the option `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       linear_in: sets of indices of arrays. With the other arrays fixed, y must be jointly linear in the arrays of each
         set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.

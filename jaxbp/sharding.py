@@ -90,7 +90,8 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """For each result of `formula`, return its batch axis, which grows with the arguments' batch axes, or None."""
+    """For each result of `formula`, return the axis whose size changes with the size of the batch axes, or None. `axes`
+    has one batch axis, or None, per array in `leaves`."""
 
     def shapes(times):
         grown = []
@@ -132,7 +133,8 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Call the function of one device, lowered without the mesh that `jax.set_mesh` may set."""
+    """Call `function`, which computes one device's part. Trace and lower it without the mesh that `jax.set_mesh` may
+    set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():

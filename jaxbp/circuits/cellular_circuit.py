@@ -1,5 +1,3 @@
-"""Hardened cellular automata."""
-
 import string
 from collections.abc import Iterator
 
@@ -296,7 +294,7 @@ class CellularCircuit:
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
         """Return two Verilog modules: the circuit of one cell, `{name}_cell`, and the grid with registers, `{name}`.
 
-        A comment in the source describes the ports of `{name}`.
+        A Verilog comment describes the ports of `{name}`.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")

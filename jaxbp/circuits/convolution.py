@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """Offsets `(rows, columns)` in the image of a pool window's convolution windows from its first one."""
+        """Offsets `(rows, columns)`, in pixels, of a pool window's convolution windows from the first of them."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -84,11 +84,11 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Gather the same elements of every convolution window from the padded image x.
+        """Gather the same elements of every convolution window from x, padded images `(channels, height, width, ...)`.
 
-        `places` are the elements' channels, rows, and columns in a convolution window: three arrays `(*axes)`. Item k
-        of the result is `(*axes, rows, columns, ...)`: these elements in convolution window k of the pool window in
-        each row and column.
+        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Item k
+        of the result has convolution window k of every pool window. Its shape is `(*axes, rows, columns, ...)`, with
+        the rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -103,8 +103,8 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of the netlist `kernels` per convolution window, and the gates of the or-pool.
 
-        For each bit of the image, x has the number in `gates` of the input or gate that computes the bit. Return such
-        numbers for the pooled image.
+        x has one number per bit of the image: i if the bit is input i of `gates`, or `inputs + g` if gate g computes
+        it. Return such numbers for the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

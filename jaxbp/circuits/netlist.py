@@ -17,11 +17,9 @@ from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
-"""The 16 functions for words, arrays of words, and truth tables as ints."""
 GATES_AT_A_TIME = 4096
 """Gates per block of outputs. Their values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
-"""The most variables (leaves) of a truth table."""
 _LEAF = np.array([False, True])
 
 
@@ -141,8 +139,8 @@ class Netlist(ByContent):
 
         - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
           the two sources of another gate reads these sources directly.
-        - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources,
-          or if they are the same function of at most ten inputs and other gates.
+        - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources.
+          They also do if they have equal truth tables, whose variables are at most ten inputs or other gates.
         - Gates on which no output depends are removed.
         """
         builder = _Builder(self.inputs)
@@ -177,10 +175,10 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the gates in tables of the C code, the memory row of each output, and the number of memory rows.
+        """Return the gates in tables of the C code, the row of each output, and the number of rows.
 
-        A table has the gates of equal depth and function that are first needed by one block of outputs. Input 0 is in
-        memory row `first`, from which the rows of outputs are counted.
+        Row i is memory row `first + i`. Input i is in row i. The outputs are divided into blocks. A table has the gates
+        of equal depth and function whose values are first needed for the same block.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -216,7 +214,7 @@ class Netlist(ByContent):
         # A row of memory is reused after its value's last read.
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
-            last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
+            last_read[self.inputs + begin : self.inputs + end] = group
             last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
         last_read[: self.inputs] = last_read[self.results] = len(self.groups)
         read_last_by = [[] for _ in range(len(self.groups) + 1)]

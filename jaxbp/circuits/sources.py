@@ -72,7 +72,6 @@ _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
 """Keywords, compilers' built-in functions, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
-"""Names that C and POSIX reserve."""
 _VERILOG = """
 always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
 design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
@@ -260,8 +259,9 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which evaluates a convolution. The pointers are
-    to the memory rows `reads` and `writes` (see `Table`)."""
+    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which evaluates a convolution. x points to row
+    `reads` of the memory, the first of the input image, and y to row `writes`, the first of the output (see `Table`).
+    """
 
     function: str
     reads: int
@@ -281,7 +281,7 @@ def c_of_tables(
     """Return C99 source that evaluates the tables in order, as described in `Circuit.to_c`.
 
     The code's memory (see `Table`) has `rows` rows. The first hold the inputs. The others are initially 0.
-    `outputs` are the outputs' rows, counted from row `last`.
+    Output i is in row `last + outputs[i]`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

@@ -1,5 +1,3 @@
-"""The layers of LeNet and the MLP-Mixer."""
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

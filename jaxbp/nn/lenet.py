@@ -1,4 +1,4 @@
-"""LeNet-5 on 28 x 28 images, and the tensors that its backward (docs/runs.md) keeps in memory."""
+"""LeNet-5 on 28 x 28 images, and a table of the tensors in a training step (docs/runs.md)."""
 
 import dataclasses
 from collections.abc import Callable

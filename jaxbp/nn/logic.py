@@ -130,5 +130,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return a circuit, without class scores, in which each gate computes its most probable function."""
+        """Return a circuit in which each gate computes its most probable function, without the sums of class scores."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

@@ -66,7 +66,7 @@ class LogicConv2d(Gates):
 
 
 class LogicConvolution(NamedTuple):
-    """A convolution of a `LogicConvNetwork`, as in `LogicConv2d`. The kernels are trees of depth `depth`."""
+    """Options of one `LogicConv2d` in a `LogicConvNetwork`. The kernels are trees of depth `depth`."""
 
     kernels: int
     window: Size
@@ -139,7 +139,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return a circuit, without class scores, in which each gate computes its most probable function."""
+        """Return a circuit in which each gate computes its most probable function, without the sums of class scores."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

@@ -38,8 +38,8 @@ class Layer:
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether the op lacks the arrays' dtypes, a constructor option, or an option that is true in
-        `arguments`."""
+        """Return whether Flax computes the call. It does if the op does not support the arrays' dtypes, an option given
+        to the constructor, or an option that is true in `arguments`."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
@@ -51,7 +51,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
+    """Return whether Flax computes a call. `lacking` maps each unsupported option to whether it is in use.
 
     Raises:
       NotImplementedError: Flax would compute the call, but the implementation is "pallas" or "xla".

@@ -76,7 +76,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
 
 
 class BatchNorm(_Norm, nnx.BatchNorm):
-    """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`. The running averages keep the dtype of `mean` and `var`."""
+    """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`. The running averages keep their initial dtype."""
 
     def _only_in_flax(self) -> dict[str, bool]:
         several = isinstance(self.axis, tuple | list) and len(self.axis) > 1

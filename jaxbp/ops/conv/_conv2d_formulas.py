@@ -45,7 +45,6 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution by im2col."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []

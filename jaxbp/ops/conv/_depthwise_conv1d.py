@@ -2,8 +2,9 @@
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
 
-`width_axis` is 1 for `(batch, width, channels)`, which the kernels need, and 2 for `(batch, channels, width)`. On a
-CPU, sums of shifted sequences are several times faster than XLA's convolution.
+`padding` is `(before, after)`, the zeros at both ends of x's width. `width_axis` is 1 for `(batch, width, channels)`,
+which the kernels need, and 2 for `(batch, channels, width)`. On a CPU, sums of shifted sequences are several times
+faster than XLA's convolution.
 """
 
 import functools

@@ -1,5 +1,3 @@
-"""Average-pooling."""
-
 from typing import Unpack
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""Two-dimensional convolution."""
-
 import functools
 
 from jax import Array

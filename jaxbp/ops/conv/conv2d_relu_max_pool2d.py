@@ -1,5 +1,3 @@
-"""Convolution, ReLU, and max-pooling as one op."""
-
 import functools
 
 import jax

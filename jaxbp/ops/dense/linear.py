@@ -1,5 +1,3 @@
-"""The dense layer."""
-
 import math
 
 import jax.numpy as jnp

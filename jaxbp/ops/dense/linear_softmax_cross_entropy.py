@@ -119,7 +119,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows (None: all rows)."""
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows."""
     # Chunk i has rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)
@@ -133,10 +133,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None.
-
-    Rows where `kept` is False have loss and gradient 0.
-    """
+    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))

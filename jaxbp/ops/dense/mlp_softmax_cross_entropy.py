@@ -1,5 +1,3 @@
-"""Dense layers with ReLU between them, softmax, and cross-entropy as one op."""
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Softmax and cross-entropy as one loss of logits."""
-
 import functools
 import math
 from collections.abc import Sequence
@@ -53,7 +51,7 @@ def _examples(where, logits):
 def _included(logits, labels, where):
     """Replace logits and labels that `where` excludes, so that the loss ignores them.
 
-    An integer label of an excluded class becomes invalid.
+    An integer label of an excluded class becomes invalid, so its loss is NaN.
     """
     if where is None:
         return logits, labels
@@ -251,8 +249,8 @@ def softmax_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
-    `2 dy z_loss logsumexp(logits) softmax(logits)_k`."""
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y_k is the weight of class k after label smoothing. The
+    z-loss adds `2 dy z_loss logsumexp(logits) softmax(logits)_k`."""
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
     checks.shape(op, "dy", dy, *arrays[0].shape[:-1])

@@ -1,5 +1,3 @@
-"""Batch normalization."""
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float

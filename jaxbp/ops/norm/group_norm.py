@@ -1,5 +1,3 @@
-"""Group normalization."""
-
 import math
 
 import jax.numpy as jnp

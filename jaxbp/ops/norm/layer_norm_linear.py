@@ -1,5 +1,3 @@
-"""LayerNorm and a dense layer in one op."""
-
 import functools
 import math
 
@@ -68,7 +66,8 @@ def _dense_kernel(y, w, b, *, precision):
 def _keeps_normalised(x, w):
     """Return whether the forward saves the normalized rows instead of x.
 
-    Only in bfloat16: in float16, `w * scale`, which multiplies these rows, could lose digits.
+    It does so only in bfloat16. In float16, `w * scale`, which multiplies these rows, could be subnormal and lose
+    digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))

@@ -1,5 +1,3 @@
-"""Element-wise ops with their backwards."""
-
 import functools
 import math
 from collections.abc import Callable, Sequence

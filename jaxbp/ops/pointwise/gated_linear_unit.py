@@ -1,5 +1,3 @@
-"""Gated linear unit."""
-
 import functools
 import math
 from typing import Literal

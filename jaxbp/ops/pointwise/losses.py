@@ -42,7 +42,6 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, and 0 at x = y = 0."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 

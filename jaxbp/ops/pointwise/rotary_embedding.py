@@ -1,5 +1,3 @@
-"""Rotary embedding."""
-
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""Changes of shape."""
-
 import math
 
 from jax import Array
