@@ -1,3 +1,5 @@
+"""An Optax optimizer that updates many parameters in one launch (docs/api.md)."""
+
 import dataclasses
 import functools
 import numbers

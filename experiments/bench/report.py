@@ -1,3 +1,5 @@
+"""Print the bench's report as a table."""
+
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,3 +1,5 @@
+"""Choose the workloads to time."""
+
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,3 +1,5 @@
+"""Training steps as workloads."""
+
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

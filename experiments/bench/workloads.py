@@ -1,3 +1,5 @@
+"""The workloads that the bench times."""
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

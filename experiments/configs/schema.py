@@ -1,3 +1,5 @@
+"""Check whether values have annotated types."""
+
 import reprlib
 import types
 from collections.abc import Callable, Mapping

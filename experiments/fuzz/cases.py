@@ -1,3 +1,5 @@
+"""Draw random shapes and options for an op."""
+
 import dataclasses
 import inspect
 import itertools

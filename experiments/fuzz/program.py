@@ -1,3 +1,5 @@
+"""Random programs and their data."""
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

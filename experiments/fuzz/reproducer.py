@@ -1,3 +1,5 @@
+"""Write a failing call of an op as Python code."""
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Run a random op, and judge its results and derivatives with `jaxbp.verify`."""
+
 from collections.abc import Sequence
 
 import jax

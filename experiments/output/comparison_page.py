@@ -1,3 +1,5 @@
+"""The HTML page with the results of `experiments.compare`."""
+
 import io
 import json
 import re

@@ -1,3 +1,5 @@
+"""Hardened cellular automata."""
+
 import string
 from collections.abc import Iterator
 

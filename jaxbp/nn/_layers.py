@@ -1,3 +1,5 @@
+"""The layers of LeNet and the MLP-Mixer."""
+
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,3 +1,5 @@
+"""The report on a trained automaton."""
+
 import json
 import shutil
 import tempfile

@@ -1,3 +1,5 @@
+"""The report on a trained logic network."""
+
 import io
 import shutil
 import tempfile

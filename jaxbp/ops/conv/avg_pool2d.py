@@ -1,3 +1,5 @@
+"""Average-pooling."""
+
 from typing import Unpack
 
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Two-dimensional convolution."""
+
 import functools
 
 from jax import Array

@@ -1,3 +1,5 @@
+"""Convolution, ReLU, and max-pooling as one op."""
+
 import functools
 
 import jax

@@ -1,3 +1,5 @@
+"""The dense layer."""
+
 import math
 
 import jax.numpy as jnp

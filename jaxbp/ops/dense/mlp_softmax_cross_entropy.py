@@ -1,3 +1,5 @@
+"""Dense layers with ReLU between them, softmax, and cross-entropy as one op."""
+
 import functools
 import math
 from collections.abc import Callable

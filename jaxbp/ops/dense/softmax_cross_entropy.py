@@ -1,3 +1,5 @@
+"""Softmax and cross-entropy as one loss of logits."""
+
 import functools
 import math
 from collections.abc import Sequence

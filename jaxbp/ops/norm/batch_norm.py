@@ -1,3 +1,5 @@
+"""Batch normalization."""
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float

@@ -1,3 +1,5 @@
+"""Group normalization."""
+
 import math
 
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Normalization of each row over its last axis: LayerNorm and RMSNorm."""
+
 import functools
 import math
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""LayerNorm and a dense layer in one op."""
+
 import functools
 import math
 
@@ -66,8 +68,7 @@ def _dense_kernel(y, w, b, *, precision):
 def _keeps_normalised(x, w):
     """Return whether the forward saves the normalized rows instead of x.
 
-    It does so only in bfloat16. In float16, `w * scale`, which multiplies these rows, could be subnormal and lose
-    digits.
+    It does so only in bfloat16. In float16, `w * scale`, which multiplies these rows, could lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))

@@ -1,3 +1,5 @@
+"""Element-wise ops with their backwards."""
+
 import functools
 import math
 from collections.abc import Callable, Sequence

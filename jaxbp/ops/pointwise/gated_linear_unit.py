@@ -1,3 +1,5 @@
+"""Gated linear unit."""
+
 import functools
 import math
 from typing import Literal

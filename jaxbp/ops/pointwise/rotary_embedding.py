@@ -1,3 +1,5 @@
+"""Rotary embedding."""
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Changes of shape."""
+
 import math
 
 from jax import Array
