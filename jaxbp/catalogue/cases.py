@@ -53,7 +53,6 @@ MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return a `Case` of a causal depthwise convolution. `sizes` is the shape of x in `layout`, without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -65,9 +64,8 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the catalogue's entries of a function and of its public backward.
 
-    `small` is the case for finite differences, and `real` maps names to cases of realistic size. They contain
-    `(dy, *arguments)`. The function takes `arguments`, and the backward `(dy, *arguments[takes])`. `like` is as in
-    `Entry`; if it names the function, only the backward gets it.
+    `small`, `real`, and `like` are as in `Entry`, but cases contain `(dy, *arguments)`. The function takes `arguments`,
+    and the backward `(dy, *arguments[takes])`. If `like` names the function, only the backward gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -96,7 +94,6 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return entries of a two-argument op. `of` maps the names "x1" and "x2" to keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))

@@ -86,9 +86,10 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function`, with `implementation=None` bound if `implementation` has another meaning than in jaxbp.
+    """Return `function`, with `implementation=None` fixed if `implementation` has another meaning than in jaxbp.
 
-    The meaning differs if "autodiff" raises an error other than `NotImplementedError`, and None raises no error.
+    Trace `function(*args, **options)` to find out. The meaning differs if `implementation="autodiff"` raises an error
+    other than `NotImplementedError`, and `implementation=None` raises none.
     """
     if not takes_implementation(function):
         return function

@@ -61,7 +61,7 @@ def check(
     arguments of its shape, and on the data that `added` names:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": some elements equal `kinks`, constants of the forward, -0, or subnormal numbers.
+    - "kinks": some elements are a number in `kinks`, a constant of the forward, -0, or a subnormal number.
     - "ties": few different numbers.
     - "zeros": zeros only.
     - "large": numbers up to 300, in one argument at a time.

@@ -52,7 +52,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results, gradients, and higher derivatives of a function, as compiled programs.
 
-    Gradients are differentiated in the first mode in `modes` that succeeds: forward (False) or reverse (True).
+    `modes` lists the modes to try, in order, to differentiate gradients: forward (False) or reverse (True).
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results y (order 0), the gradients of `Σ c y` (order 1), or derivatives of `Σ c (y + y²/2)`.
-
-        The cotangents are c.
-        """
+        """Return the results y (order 0), the gradients of `Σ c y` for cotangents c (order 1), or as `with_square`."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)`, differentiated along `order - 1` directions (see `derivative`)."""
+        """Return the gradient of `Σ c (y + y²/2)` with respect to `values`, for cotangents c.
+
+        Differentiate it along `order - 1` directions.
+        """
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -92,8 +92,8 @@ class Derivatives:
     def plain(self, order: int, square: bool = False) -> Callable:
         """Return the function that `jit` compiles for this order.
 
-        Up to order 1, it returns the results y and the gradients of `Σ c y`; with `square`, only the gradient of
-        `Σ c (y + y²/2)`. Above order 1, call `with_square` before, because it selects forward or reverse mode.
+        Up to order 1, it returns the results y and the gradients of `Σ c y` for cotangents c. With `square`, or above
+        order 1, it returns the same as `with_square`. Above order 1, `with_square` must run first, to select the mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

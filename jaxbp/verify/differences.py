@@ -16,9 +16,7 @@ CONVERGED, DIVERGED = 1e-3, 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Finite-difference slopes of `Σ c y` with respect to single elements of an op's arguments.
-
-    The results are y, the cotangents c.
+    """Finite-difference slopes of `Σ c y`, results y times cotangents c, with respect to single elements of arguments.
 
     Attributes:
       central: central differences.
@@ -39,8 +37,8 @@ class Slopes:
 class Differences:
     """Finite differences with respect to elements of an op's arguments.
 
-    `moved(values, base)` returns the op's results at `values`, with the relative rounding error `eps`. Arguments of
-    `stop_gradient` inside the op keep the values that they have at `base`.
+    `moved(values, base)` returns the op's results at `values`. `eps` is the relative rounding error of these results.
+    Arguments of `stop_gradient` inside the op keep the values that they have at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -69,9 +67,9 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """Return the op's results for each k below `count`.
+        """Return the op's results at `values`, one row per k below `count`.
 
-        Element `indices[k]` of the flat, joined arguments is then `numbers[k]`.
+        In row k, element `indices[k]` of the flat, joined arguments is `numbers[k]`.
         """
 
         def results(index, number):
@@ -102,11 +100,12 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the expected gradient, and masks of the elements that finite differences contradict and confirm.
 
-    Finite differences replace contradicted elements of `autodiff` (docs/numerics.md, "What a gradient is compared
-    with"). Elements that are not finite count as confirmed.
+    A slope confirms an element of `autodiff` if they differ by at most `rtol` times the larger one and rounding errors.
+    Slopes replace an element if those of two successive steps agree, but not with autodiff. Other elements keep
+    autodiff's number. Elements that are not finite count as confirmed.
 
-    `look(indices, steps)` returns the `Slopes` at `indices`, with one step per element. `error()` returns the rounding
-    error of the differentiated function. `rtol` is relative to the larger of slope and autodiff.
+    `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding
+    error of the differentiated function.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -138,10 +137,10 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return one slope per element of a gradient that is not finite in autodiff.
+    """Return one slope per element, for elements that are not finite in autodiff's gradient.
 
     A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
-    `look(indices, steps)` returns the `Slopes` at `indices`, with one step per element.
+    `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

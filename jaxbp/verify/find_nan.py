@@ -75,6 +75,9 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
     Example:
       >>> print(jaxbp.verify.find_nan(lambda x: jnp.sqrt(x).sum(), jnp.array([0.0, 1.0])))
+      div: a value becomes inf
+        at example.py:3
+        ...
     """
     leaves, structure = jax.tree.flatten(arguments)
     leaves = list(map(jnp.asarray, leaves))
@@ -99,8 +102,6 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array. `origin` is the operation that caused its NaN or infinity, or None."""
-
     array: Any
     origin: NonFinite | None = None
     is_constant: bool = False

@@ -55,7 +55,8 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
     """Apply the rule to the equations inside a call, loop, branch, or `shard_map`. For other equations, return None.
 
-    `constant` is as in `evaluate`. If a rule replaces each array by a pytree, the first array of a condition decides.
+    `constant` is as in `evaluate`. If values are pytrees, the first array of a condition stops a loop, and the
+    first array of an index selects a branch.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731

@@ -34,7 +34,7 @@ KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An implementation's array `a`, and the expected `e`: `expected.arrays[i]`, or autodiff's numbers at kinks."""
+    """The result or gradient number i of an implementation, `a`, and the expected array `e` from `Judge.verdict`."""
 
     point: Point
     expected: Expected
@@ -218,9 +218,9 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask, a reason, and a hint about a kink that explains no difference, or None.
+        """Return a mask of the elements of the derivative `a` that kinks explain, the reason, and a hint or None.
 
-        The mask selects elements of the derivative `a` whose difference from the expected `e` a kink explains.
+        The hint has the slopes at an element that lies at a kink but is not in the mask.
         """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
@@ -265,9 +265,10 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return a mask of the elements of the gradient `a` within the range of autodiff with random rounding errors.
+        """Return a mask of the elements of the gradient `a`, from `checked`, that random rounding errors explain.
 
-        `checked` computes `a`. Both are compared for each of several parts of dy.
+        Each of several parts of dy keeps some elements; the others are 0. For each part, the gradient from `checked`
+        must lie within the range of the reference's gradients with random rounding errors.
         """
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
@@ -298,11 +299,11 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return n neighbours of `point.values`, and n + 1 derivatives with respect to argument i.
+        """Return neighbours of `point.values`, and derivatives with respect to argument i.
 
         The last derivative is at `point.values`. In a neighbour, elements move at random by at most the fraction
-        `share` of their array's largest element. At order 1, one element of some neighbours moves by twice this limit,
-        to break a tie. In argument i, `places` has the flat indices of such elements.
+        `share` of their array's largest element. At order 1, further neighbours move one element by twice this limit,
+        so that it no longer equals others. In argument i, these elements have the flat indices `places`.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS

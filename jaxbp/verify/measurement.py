@@ -129,14 +129,12 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Return the costs of one implementation, and a dict from names in `KINDS`, such as "gradient", to arrays.
+    """Return the costs of one implementation, and a dict from names in `KINDS` to arrays.
 
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
-      order: 2 to include the Hessian product, else 1.
-      seconds: the approximate duration of a round of timing.
-      programs: maps the texts of programs to implementations, to find identical programs. This program is added.
-      may_fail: whether to describe an error instead of raising it.
+      order: 2 to include the Hessian product.
+      programs: maps the texts of programs to implementations, to find identical programs.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
     try:

@@ -1,5 +1,3 @@
-"""Make an HTML page that compares implementations."""
-
 import io
 from collections.abc import Sequence
 from html import escape
@@ -9,7 +7,6 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH = 140
-# Readable on white and on black.
 COLOURS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
 
 _STYLE = """

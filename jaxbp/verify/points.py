@@ -19,8 +19,8 @@ class Point:
     """Arguments of an op and cotangents of its results, in float64 but rounded to the op's dtypes.
 
     Attributes:
-      of: the index of the argument whose elements lie at kinks, or None.
-      kinks: whether some numbers lie exactly where the op may have a kink.
+      of: the index of the argument that contains kinks and whose derivatives are compared. None compares all.
+      kinks: whether any argument may have elements exactly at a kink. Always true if `of` is set.
       maybe_undefined: whether expected numbers that are not finite are ignored.
     """
 
@@ -49,7 +49,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data `own`, and then the data `added` (see `check`)."""
+    """Yield the user's data `own`, and then changed copies of it for each name in `added` (see `check`)."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -81,7 +81,7 @@ def halved(own: Point) -> Point:
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
     """Return `own` with the same array for all arguments with indices in `same`.
 
-    Choose the array with the narrowest range, such as [0, 1], because it suits all of them.
+    Choose the array with the narrowest range, such as [0, 1], which suits all.
     """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731

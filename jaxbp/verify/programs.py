@@ -1,5 +1,3 @@
-"""Run an implementation as users do, such as under `vmap`."""
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-"""Show the progress of a long check in one line of a terminal."""
-
 import sys
 import time
 

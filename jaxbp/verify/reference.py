@@ -208,7 +208,7 @@ class Reference:
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
         """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
-        self.derivative(order, values, cotangents, directions)  # selects the mode
+        self.derivative(order, values, cotangents, directions)
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
             if order < 2:
@@ -217,10 +217,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Compute gradients for n sets of cotangents, exactly and with random rounding errors.
+        """Compute gradients for n sets of cotangents, with random rounding errors.
 
         `parts` has the cotangents, as one array `(n, *y.shape)` per result y. Return one array
-        `(1 + settings["runs"], n, *x.shape)` per argument x.
+        `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
 
         def gradients(values, parts):
@@ -241,10 +241,11 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return, for each k, the jump of one element of a derivative on the line from `values` to `ends[k]`.
+        """Return, for each k, how far one element of a derivative jumps on the line from `values` to `ends[k]`.
 
-        The derivative is along `directions`, with respect to argument i. Its element has the flat index `indices[k]`.
-        Each halving keeps the half of the line with the larger change, so that a smooth change shrinks.
+        The derivative of this order is with respect to argument i. `indices[k]` is the element's flat index. Halve the
+        line `halvings` times, and keep the half in which the element changes more. Return the change on the last piece.
+        A smooth change shrinks with the piece, but a jump remains.
         """
         self.derivative(order, values, cotangents, directions)
         if (order, i) not in self._jumps:
@@ -302,13 +303,14 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return the derivative of this order, along the directions `below`, as a function of the op's arguments.
+        """Return a function from arguments near `values` to the derivative of this order there, as one flat array.
 
-        Cotangents are fixed. Inside the op, arguments of `stop_gradient` keep the values that they have at `values`.
+        Differentiate the gradient of `Σ c (y + y²/2)`, for cotangents c, along the `order - 1` directions in `below`.
+        Arguments of `stop_gradient` inside the op keep the values that they have at `values`.
         """
         arguments = list(cotangents), list(below)
         with float64():
-            self._derivatives.with_square(order, list(values), *arguments)  # selects the mode
+            self._derivatives.with_square(order, list(values), *arguments)
         if not self._stops:
             run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
         else:

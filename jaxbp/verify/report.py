@@ -28,7 +28,7 @@ class CheckRow:
       index: the element with the largest difference relative to the allowed difference.
       analytic, numeric, inputs: at this index, the compared number, the expected number, and the arguments by name.
       reason: a description of the mistake, or the reason for another verdict.
-      data: `USER_DATA`, or the name of data that `check` adds.
+      data: "own data" for the user's arguments, or the name of added data or of a transformation, such as "vmap".
       case: the options or shapes of a case from `cases`, or "".
     """
 

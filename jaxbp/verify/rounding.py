@@ -1,7 +1,4 @@
-"""Change the result of each operation at random, to measure rounding errors.
-
-Source: Parker, "Monte Carlo Arithmetic", 1997.
-"""
+"""Measure rounding errors (Parker, "Monte Carlo Arithmetic", 1997)."""
 
 import functools
 import itertools
@@ -28,8 +25,8 @@ ROUNDED = frozenset({
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
     """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
 
-    Change operations' results by a multiple of their rounding error, and divide the effect by this multiple. A jump of
-    `function` thus counts little.
+    Change operations' results by a multiple of their rounding error, and divide the effect by this multiple. A jump
+    of `function` does not grow with the multiple, so that the division makes it small.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))

@@ -1,5 +1,3 @@
-"""Evaluate a program with every argument of `stop_gradient` fixed, for finite differences."""
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,11 +11,12 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program for finite differences.
+    """Three values of one variable of a program.
 
     Attributes:
-      held: after the step, with arguments of `stop_gradient` fixed.
-      base, moved: before and after the step.
+      held: as `moved`, but arguments of `stop_gradient` have their values from `base`.
+      base: the value at the original arguments.
+      moved: the value at the arguments that a finite difference changed.
     """
 
     held: Array

@@ -217,7 +217,10 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Compare the results of `run(programs)`, for example under `vmap`, with results under `jit`."""
+        """Compare an implementation under `jit` with `run(programs)`, which runs it in another way, such as `vmap`.
+
+        Compare results and gradients at the points in `where`. Arguments with indices in `same` are one array.
+        """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:

@@ -29,7 +29,6 @@ def allowed(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 def excess_and_difference(
     a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays `|a - e| / (allowed(e, tolerance) + more)` and `|a - e|`."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
