@@ -50,7 +50,6 @@ class Automaton(ByContent):
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """For each update layer, the order of its gates in a GPU kernel (row 0), and the inverse (row 1)."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
@@ -147,9 +146,10 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return, for each output of perception, its row of shared memory among all outputs of perception.
+    """Return each perception output's row of shared memory, counted from the first row of perception's outputs.
 
-    Outputs are in the order (channel, bit, kernel), and rows in the order (bit, kernel, channel).
+    The result is in the order (channel, bit, kernel), and rows are in the order (bit, kernel, channel). A bit is one of
+    a perception circuit's outputs.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 

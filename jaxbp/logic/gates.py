@@ -25,7 +25,6 @@ GATES = 16
 PASS_THROUGH = 3
 """The number of the function `a`."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
-"""The number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
@@ -64,15 +63,16 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION`, with M from `BASES`."""
+    """Return the coefficients c0 to c3 of each gate, `r @ INTERPOLATION`. Here `r = sigmoid(M @ parameters)` has the
+    four rows of the gate's relaxed truth table, and M is `BASES[parametrization]`."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return the gradient `Σ_k r_k * (1 - r_k) * dr_k * M_k` with respect to the parameters.
 
-    Here `r = sigmoid(M @ parameters)` is the relaxed truth table, `dr = INTERPOLATION @ dc`, and M_k is row k of the
-    matrix M from `BASES`.
+    Here r and M are as in `of_rows`, M_k is row k of M, and dc is the gradient with respect to `r @ INTERPOLATION`, so
+    that `dr = INTERPOLATION @ dc`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -188,8 +188,8 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    These logits give the coefficients `c + hard * stop_gradient(h - c)`, where the relaxed gate has c, and the hardened
-    gate h.
+    These logits give each gate the coefficients `c + hard * stop_gradient(h - c)`. Here c are the relaxed
+    gate's coefficients c0 to c3, and h are the hardened gate's coefficients.
 
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.

@@ -51,10 +51,7 @@ class Wires(ByContent):
 
     @property
     def turns(self) -> np.ndarray:
-        """Each gate's position among the consumers of its input a (row 0), and of its input b (row 1): `(2, gates)`.
-
-        An input's consumers are all gates that read it, as a or b.
-        """
+        """Each gate's position among the consumers of its input a (row 0), and of its input b (row 1): `(2, gates)`."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))

@@ -72,7 +72,7 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). The trail is a walk from input to input that passes through each gate once."""
+    """Return (dx, dc)."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

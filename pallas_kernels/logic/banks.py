@@ -39,8 +39,8 @@ def orders(
       layers: for each layer, the inputs `(a, b)` of its gates.
       turns: for each layer, `(2, gates)`. The backward adds the terms of an input's gradient, one per gate that reads
         the input, in a fixed order. `turns` has each gate's position in this order for its inputs a and b.
-      rows: for each input of the first layer, the index of its row in shared memory. Other layers begin at multiples of
-        8.
+      rows: for each input of the first layer, the index of its row in shared memory. A later layer's
+        inputs are in consecutive rows, the first at an index that is a multiple of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -60,8 +60,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     so have its inputs b.
 
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
-    and octets are colors. A new gate takes an octet without a gate that has the same residue of a. If a gate there
-    has the same residue of b, it moves to an octet without such a gate, and so on.
+    and octets are colors.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -107,9 +106,11 @@ def _with_residues(octets, readers, roles):
 
     Args:
       octets: lists of eight gates of neighboring threads, then a list of the rest.
-      readers: `(2, gates)`, indices of accesses (eight threads each) in which the backward reads the gate's gradients
-        with respect to a and to b. Gates with equal indices should have different positions.
-      roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
+      readers: `(2, gates)`. The backward reads gradients for eight threads at a time, and each such read has a number.
+        Row 0 has the number for each gate's gradient with respect to a, and row 1 with respect to b. Gates with equal
+        numbers should have different positions.
+      roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b. The sums for all
+        positions should be similar.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)

@@ -20,8 +20,9 @@ class Graph:
       trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.
       trail_consumers, trail_partners: `consumers` and `partners` in the order of `trail_inputs`. For each input, the
-        gates through which the trail leaves it come first.
-      trail_places: `(gates,)`, each gate's index in `trail_consumers`, for the input from which the trail enters it.
+        gates through which the trail leaves the input come first.
+      trail_places: `(gates,)`, each gate's index in `trail_consumers`. A gate is there twice, once per input. The index
+        is for the input that the trail leaves through the gate.
       regular: whether all inputs have equally many consumers.
     """
 

@@ -3,8 +3,7 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-table[i] has the four coefficients of function i. A thread reads each logit once; XLA reads the logits once per sum over
-the functions.
+table[i] has the four coefficients of function i.
 """
 
 import dataclasses
@@ -58,11 +57,12 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return the gradient with respect to the logits.
+    """Return the gradient of `mixture` with respect to the logits.
 
     Args:
-      dc: `(*gates, 4)`, float32.
+      dc: `(*gates, 4)` float32, the gradient with respect to the coefficients.
       logits: `(*gates, functions)`, float32.
+      table: the four coefficients of each function.
     """
     return _launch(_gradient, dc, logits, table=table, width=len(table), name="softmax_gates_backward")
 

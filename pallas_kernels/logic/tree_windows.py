@@ -79,8 +79,8 @@ class Tree:
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
         """Load the pixels that this tree's leaves read from `numbers`, the flattened `(channels, height, width, N)`
-        images. Each lane has one example of `lanes`. Its tree is at position `place` of the pooling window that begins
-        at pixel `first`."""
+        images. Lane i loads for example `lanes.start + i`, for which the tree is at position `place[i]` of the pooling
+        window that begins at pixel `first`."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):

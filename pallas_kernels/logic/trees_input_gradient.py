@@ -107,9 +107,9 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end). For rows first to end - 1 of the pooled output's `rows` rows, a leaf can read pixels of
-        the band (the CTA's rows of the image). `leaf_row` is the top row that it reads for row 0, relative to the
-        band."""
+        """Return (first, end). Only for rows first to end - 1 of the pooled output, a leaf can read pixels of the band
+        (the CTA's rows of the image). `rows` is the pooled output's height. For its row 0, the leaf reads image row
+        `leaf_row` or later rows, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -117,9 +117,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the index in shared memory at which each lane adds a leaf's gradient. If the tree is at the first
-        position of a pooling window, the leaf's pixel is (`row`, `column`), relative to the band (the CTA's rows of the
-        image). `place`, each lane's position in the window, shifts the pixel. Pixels outside of the band get an unused
+        """Return the index in shared memory at which each lane adds a leaf's gradient. `place` is each lane's position
+        in the pooling window, or None for windows of one position. At the first position, the leaf reads pixel
+        (`row`, `column`), relative to the band (the CTA's rows of the image). Pixels outside of the band get an unused
         index."""
         (s, t), u = self.stride, lane * 0
         v = u

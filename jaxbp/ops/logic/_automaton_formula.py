@@ -71,7 +71,6 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the gradient of `state`, and `total` plus the gradients of the coefficients."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 

@@ -1,7 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair: dseen, each cell's
-gradients with respect to the nine cells that it sees, and dkept, the remaining gradient of each cell.
+A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). dseen has
+each cell's gradients with respect to the nine cells that it sees. dkept has the gradients with respect to the states of
+cells that keep their state. For the last state, dkept is the whole gradient.
 """
 
 import dataclasses
@@ -44,7 +45,8 @@ class Prepared:
 
     Attributes:
       lanes: the four coefficients of each gate, in the kernels' order.
-      consumers: for each gate and input, the rows of shared memory whose sum is its gradient (`Plan.consumers`).
+      consumers: the tables of `Plan.consumers`. They list, for each circuit input and each gate's output, the rows of
+        shared memory whose sum is the gradient with respect to this input or output.
     """
 
     coefficients: tuple
@@ -98,7 +100,6 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return `dlast`, the last state's gradient, as the pair (dseen, dkept) that `tick_backward` takes."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -204,8 +205,7 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Permute the rows of each update layer, one per gate, to the kernels' order (`which=_GATES`), or back
-    (`which=_LANES`)."""
+    # Only the gates of update layers have another order in the kernels.
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):

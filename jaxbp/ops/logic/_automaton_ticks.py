@@ -115,8 +115,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the axes that a mesh may divide: axis 0 of `state`, or none if random values are drawn for all grids at
-    once."""
+    # Random values are drawn for all grids at once.
     return Axes({2: 0} if draws is None else {})
 
 
@@ -153,5 +152,4 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the differentiable function for many ticks. For an empty state, it uses formulas instead of kernels."""
     return _TICKS[implementation if state.size else "xla"]

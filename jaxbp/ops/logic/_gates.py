@@ -27,7 +27,7 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return the gradients of the coefficients and of `rows`."""
+    """Return the gradients with respect to the coefficients and with respect to `rows`, the inputs of the layer."""
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]

@@ -99,7 +99,8 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the values that a leaf reads if its tree is at (u, v) of each pooling window, `(height, width, N)`."""
+        """Return the pixels that a leaf reads if its tree is at position (u, v) of each pooling window: one per pooling
+        window and example, `(height, width, N)`. `leaf` is a channel, and a row and a column in the tree's window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -107,8 +108,6 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add a leaf's gradient to dx. `places` has the position of the maximum in each pooling window, or
-        is None for windows of size 1."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -250,7 +250,7 @@ def logic_conv2d_or_pool2d(
 
     Args:
       pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored.
-        `implementation="pallas"` supports up to 9 positions.
+        `implementation="pallas"` supports windows of up to 9 positions.
       Other arguments, dtype, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"

@@ -1,4 +1,4 @@
-"""The cells of an automaton: their neighborhoods, their next states, and the gradients with respect to both."""
+"""The neighborhoods and the next states of an automaton's cells, and the gradients with respect to these two."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ class _StateElements(NamedTuple):
 class Cells:
     """A slice: `count` cells, at most four. A row of shared memory has one input's or gate's values for these cells.
 
-    `slices`, `(slices, rows, count)`, is the shared memory of a CTA's current group of slices, and `slices[number]`
-    this slice's.
+    `slices` is the shared memory of all slices that a CTA computes at a time, and `slices[number]`, `(rows, count)`, is
+    the memory of this slice.
     """
 
     plan: Plan
@@ -150,7 +150,7 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield nine pairs (index, valid), one per cell that sees an element's cell. `dseen[index]` is the seeing
+        """Yield nine pairs (index, valid), one per cell that sees an element's cell. `self.dseen[index]` is the seeing
         cell's gradient with respect to the element. `valid` is whether the seeing cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels

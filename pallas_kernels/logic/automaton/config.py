@@ -70,7 +70,6 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the `Config` of a tick's backward, never None. The forward (`forward_heuristic`) uses the same `cells`."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):

@@ -37,8 +37,6 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """The packed wires and the coefficients of consecutive gates of a layer."""
-
     wires: Array
     coefficients: Array
 
@@ -83,7 +81,8 @@ class Circuit:
 
 class _GatesBackward(NamedTuple):
     """Operands for the backward of consecutive gates. `total` has the sums of their coefficients' gradients, unless
-    these are in registers. `consumers` lists the rows of shared memory whose sum is dy, two per integer."""
+    these are in registers. `consumers` lists the rows of shared memory whose sum is dy. An integer packs two
+    indices."""
 
     gates: _Gates
     total: Array | None
@@ -95,8 +94,9 @@ class Backward:
     """The backward of all layers for the cells that a CTA computes at a time.
 
     Attributes:
-      sums: sums of the coefficients' gradients, in registers, one array per `Part` of a layer; or None.
-      previous_total, total: these sums in device memory, before and after this backward.
+      sums: sums of the coefficients' gradients in registers, one array per `Part` (gates of one layer that a warpgroup
+        computes at once), or None if the sums are in device memory.
+      previous_total, total: the sums in device memory, before and after this backward.
     """
 
     circuit: Circuit
@@ -135,8 +135,7 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the `Cells` over which this warpgroup sums gradients of the coefficients of `part`. Warpgroups
-        divide the cells only if each keeps its sums in registers."""
+        # Warpgroups divide the cells only if each sums the coefficients' gradients in registers.
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -212,8 +211,7 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before` plus `sums`, a warpgroup's sums of the coefficients' gradients, to `after`. If two warpgroups sum
-    over different cells, the second passes its sums to the first through `rows` of shared memory."""
+    # If two warpgroups sum over different cells, the second passes its sums to the first through shared memory.
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

@@ -33,8 +33,8 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, padded layer by layer with zeros.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each row of outputs. The gate's inputs a and b are rows of
-        shared memory, numbered as in `plan.forward_layers`.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each row of shared memory with a gate's outputs. a and b are the
+        rows with the gate's inputs, numbered as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -160,9 +160,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute all cells of a CTA, in groups of up to eight, and return `carry`. `steps(slices, carry)` yields the
-    `Step`s of one group, a list of `Cells`. They update the list `carry`. After each group's steps, the objects in
-    `loads` load the next group's data."""
+    """Compute all cells of a CTA, in groups of up to eight cells, and return the list `carry`. `steps(slices, carry)`
+    yields one group's `Step`s, which update `carry`. `slices` is a list with the group's `Cells`. After each group's
+    steps, the objects in `loads` load the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

@@ -26,7 +26,7 @@ class Layer:
     Attributes:
       lanes: number of rows including padding, a multiple of a warpgroup's 128 threads.
       count: number of rows without padding.
-      copies: number of consecutive rows with the same gate's coefficients.
+      copies: number of consecutive rows with outputs of one gate. In perception, a gate has one row per channel.
     """
 
     first: int
@@ -131,7 +131,7 @@ class Plan:
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # Other threads still read the layer's inputs, and the gradients that its consumers wrote.
+            # Other threads still read these rows.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -159,8 +159,8 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Location of one of the `ConsumerTables`, `(pairs, lanes)`, in an array that joins them, from index `first` on.
-    Each column lists `consumers` rows of shared memory, whose sum is one row of gradients. An integer packs two row
-    indices."""
+    Each column lists the `consumers` rows of shared memory whose sum is one row of gradients. Each integer packs a
+    pair of row indices."""
 
     first: int
     consumers: int
@@ -173,8 +173,11 @@ class Table:
 
 class ConsumerTables(NamedTuple):
     """Tables that list, for each input or gate, the rows of shared memory with the terms of its gradient. Each gate
-    that reads it (consumer) writes one term. `kernel_sums`, for sums over the perception circuits, lists only the first
-    circuit's term. The other terms follow, each `channels` rows later."""
+    that reads it (consumer) writes one term.
+
+    `kernel_sums` is for sums over the perception circuits (kernels). It lists only the first circuit's row. The rows
+    of the other circuits follow, each `channels` rows later, because rows are in the order (gate, kernel, channel).
+    """
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -187,9 +190,10 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the index of its first row. The layer's rows have its gates' gradients with respect to a,
-        then b. After the layer before has read these rows, they may be reused, except in the update's first layer.
-      kernel_sums: rows for these gradients in perception's first layer, summed over its circuits, in the order (a or b,
-        gate, channel).
+        then b. Layer i - 1 reads the rows of layer i, and layer i - 2 may overwrite them. The update's first layer
+        keeps its rows for the center cell's gradients, which are summed last.
+      kernel_sums: rows for the gradients in perception's first layer, summed over the perception circuits, in the order
+        (a or b, gate, channel).
     """
 
     firsts: tuple[int, ...]

@@ -21,8 +21,9 @@ class Part:
     Attributes:
       first, offset: the first row's index in shared memory, and in the layer.
       lanes: the number of rows.
-      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then each warpgroup computes
-        these rows for one slice (`Cells`), or if there are not as many slices as warpgroups, one warpgroup for all.
+      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then, if there are as many
+        slices of cells (`Cells`) as warpgroups, each warpgroup computes one slice. Otherwise, one warpgroup
+        computes all slices.
     """
 
     first: Any
@@ -95,7 +96,8 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps in order, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If `is_repeated`, fetch these again at the end, and return them."""
+        operands of the first steps. If `is_repeated`, fetch the first steps' operands again at the end, and return
+        them."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
