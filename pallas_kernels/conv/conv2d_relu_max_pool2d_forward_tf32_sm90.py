@@ -133,8 +133,7 @@ class _Sizes(WindowTiles):
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, then the fewest clock cycles. More warpgroups were faster even with
-    more estimated cycles: docs/lab/2026-11-23-forward.md."""
+    # More warpgroups were faster even with more estimated cycles: docs/lab/2026-11-23-forward.md.
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (

@@ -72,8 +72,8 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """`cells` adjacent cells of dx, each as large as a pooling window. `windows` are the columns of the windows that
-    contribute to these cells, relative to the first cell."""
+    """`cells` adjacent cells of dx. `windows` are the columns of the pooling windows that contribute to these cells,
+    relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -81,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Division of a row of dx into `columns` cells, each as large as a pooling window. A CTA computes at most `cells`
-    adjacent cells. A row has Q windows, a filter G columns, and a window S columns."""
+    """Division of dx's width into `columns` cells, each as wide as a pooling window. A CTA computes at most `cells`
+    adjacent cells. Q, G, and S are the widths of the pooled output, of a filter, and of a pooling window."""
 
     columns: int
     cells: int

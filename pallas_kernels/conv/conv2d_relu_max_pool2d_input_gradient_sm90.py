@@ -1,16 +1,16 @@
-"""Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, batch last.
+"""Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores.
 
-A group is a few adjacent pooling windows in a row. dx is divided into cells, as high as a window and as wide as a
-group. `wgmma` computes each cell, with one row per example:
+The batch is the last axis of dy and dx. A group is a few adjacent pooling windows in a row. dx is divided into cells,
+as high as a window and as wide as a group. `wgmma` computes each cell, with one row per example:
 
-    dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
+    dx[m, j] = sum over a < reach, b < 2 of routed[m - a, j - b] @ weights[a, b].
 
 The cell in row m and column j gets contributions from the groups in row m - a, in the same column (b = 0) or the column
 to the left (b = 1). `routed` has dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the
 filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, each warpgroup but the last writes one group's
-`routed` to shared memory. A cell's sums stay in registers until its last row of windows.
+`routed` to shared memory. A cell's sums stay in registers until the last row of windows that contributes to it.
 """
 
 import dataclasses
@@ -70,7 +70,8 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Number of rows of cells of dx, each as high as a pooling window, to which one row of windows contributes."""
+        """Number of rows of cells of dx to which one row of pooling windows contributes. A cell is as
+        high as a window."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -99,8 +100,8 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of the `wgmma` operand that has dy at the positions of the maxima: output channels times windows
-        per group times positions per window."""
+        """Columns of the `wgmma` operand that has dy at the positions of the maxima. Each of `windows` adjacent
+        windows has one column per output channel and position."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -219,8 +220,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of pooling windows to dx. Write the row of cells that is then complete:
-        `sizes.R` rows of dx."""
+        """Add the contributions of row p of pooling windows to dx. Then write rows `p * R` to `p * R + R - 1` of dx,
+        which are complete."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -37,13 +37,13 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses copy dy, and compute `routed`: dy at the positions of the pooling windows' maxima,
-    and zeros elsewhere. For `conv2d`, `routed` is dy.
+    """One warpgroup. Subclasses copy dy, and compute the operand `routed` from it.
 
     Attributes:
       place, places: indices of the maxima in device and shared memory, or None for `conv2d`.
       xs: buffers in shared memory, each with rows of x, then eight rows of ones: see `Sizes.ones`.
-      c, t: indices of the CTA's group of input channels, and of its group of positions in each window of `Sizes`.
+      c: index of the CTA's group of input channels.
+      t: index of the CTA's group of positions in each pooling window. For `conv2d`, positions are rows of dy.
     """
 
     sizes: Sizes
@@ -149,8 +149,7 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """Body of the kernel `weights_gradient`. It writes dy to the positions of the pooling windows' maxima in one of
-    two buffers, while the tensor cores read the other buffer."""
+    """While threads fill one buffer, the tensor cores read the other."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -179,8 +178,6 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """Body of the kernel `correlate_batch`. It rounds float32 dy to TF32 in shared memory."""
-
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q
 

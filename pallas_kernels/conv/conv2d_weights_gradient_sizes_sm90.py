@@ -130,8 +130,7 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for one row of pooling windows and one block of examples, summed over the CTAs: two
-        per column of each warpgroup's product, plus one per 24 bytes of loads."""
+        """Estimated clock cycles for one row of pooling windows and one block of examples, summed over the CTAs."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 

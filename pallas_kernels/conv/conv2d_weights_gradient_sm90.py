@@ -1,15 +1,16 @@
-"""Gradients of `conv2d` and `conv2d_relu_max_pool2d` with respect to the weights on Hopper's tensor cores, batch last.
+"""Gradients of `conv2d` and `conv2d_relu_max_pool2d` with respect to the weights on Hopper's tensor cores.
 
 For `conv2d_relu_max_pool2d`, each row p of windows adds one product over the batch:
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. t = (r, s) is one of the R x S positions in window q.
-`routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r +
-u` and `j = q * S + s + v`. For `conv2d`, a row of windows is R rows of dy, S is 1, and `routed` is dy.
+c and k are input and output channels, and n is an example. i counts the rows of x that the filters read for row p, and
+j all columns of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the positions of the maxima,
+and zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`.
 
-A CTA computes the sums for part of the input channels and window positions, over one split: part of the rows of windows
-and of the batch.
+For `conv2d`, each product takes R = 1, 2, or 4 rows of dy: S is 1, and `routed[(r, 0), k, q]` is `dy[k, p * R + r, q]`.
+
+A CTA computes the sums for part of the input channels c and positions t. A split is part of the rows p and examples n.
 """
 
 import functools

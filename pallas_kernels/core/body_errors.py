@@ -61,7 +61,6 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains `error` in the kernel `name`, or None if the error is unknown."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -82,7 +81,6 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the body's line that raised the error, or "" if it is unknown."""
     # Within jitted functions such as `jnp.dot`, equations have the line of the first call.
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback

@@ -32,7 +32,7 @@ def compiles_ahead(module_context: Any) -> bool:
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
     """Lower `function` for CUDA and arrays like `avals`. Return a callable that inserts the lowered code into the
-    surrounding program. A thread compiles this code meanwhile, to fill Mosaic GPU's cache."""
+    surrounding program. While JAX lowers this program, a thread compiles the code."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
     # A kernel runs on one device, but JAX would take the mesh from the context.

@@ -227,12 +227,12 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """For each list, load a block of shape `shape` from `list[array]`, beginning at element `start`. Elements beyond
-    the reference's end are copies of its last element.
+    """For each list of references, load a block of shape `shape` from the reference with index `array`, beginning at
+    element `start`. Elements beyond the reference's end are copies of its last element.
 
     Args:
-      lists: lists of references `(n,)` to device memory, of one dtype per list. All references at an index have the
-        same length. Each is aligned to the bytes in a block's row.
+      lists: lists of references `(n,)` to device memory, of one dtype per list. References with the same index have
+        the same length. Each is aligned to the bytes in a block's row.
       array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape
@@ -264,8 +264,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each of `blocks`, one per list, to `list[array]`, beginning at element `start`. Drop elements beyond its
-    end."""
+    """For each list of references, write one of `blocks` to the reference with index `array`, beginning at element
+    `start`. Drop elements beyond the reference's end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -75,8 +75,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: `operand(shape, dtype, row_bytes)` for matrix products, and `swizzled(box,
-    dtype)`. In device memory, a bulk copy to the first must begin at a multiple of the `operand`'s tile, but a copy to
-    the second anywhere."""
+    dtype)` for bulk copies from any position in device memory. A bulk copy to the first view could begin only at a
+    multiple of its tile."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -140,8 +140,8 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. For traced integers, `//` adds ten operations, which handle
-    signs. Some convert booleans, and JAX 0.11 runs ptxas to lower each conversion."""
+    """Return `number // divisor` for a nonnegative number. For traced integers, `//` adds ten operations for
+    signs, and JAX 0.11 runs ptxas to lower some."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
@@ -155,7 +155,7 @@ def _like(number, divisor):
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n` up to `limit` that `accepts`, or 1."""
+    """Return the largest divisor d of `n` with `d <= limit` and `accepts(d)`, else 1."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

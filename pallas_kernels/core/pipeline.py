@@ -4,7 +4,7 @@ A step is one iteration of a kernel's loop. The copies for step `step` fill stag
 uses:
 
 - The same warpgroups fetch and compute. After a `prefetch`, they `wait` for each step, compute, and `fetch` a later
-  step into the stage. The caller ensures that all threads have read the stage.
+  step. Before each `fetch`, the caller ensures that all threads have read the stage to be filled.
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when all consumers have
   called `release`.
 

@@ -48,7 +48,6 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return this config with two CTAs per cluster, and the `raster` for a result of `columns` columns."""
         # Concurrent tiles then form a square, and share operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
@@ -178,9 +177,10 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on, and
-        return the last `count`. `count` is the number of loop iterations for the CTA's earlier tiles, and `turn` the
-        index of the tile's consumer warpgroup in a ping-pong schedule."""
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, beginning with tile number
+        `first`, and return the last `count`. `count` is the number of steps along the summed axis for the CTA's earlier
+        tiles, to which `visit` adds the tile's steps. `turn` is the index of the tile's consumer warpgroup in a
+        ping-pong schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

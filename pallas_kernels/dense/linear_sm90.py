@@ -213,9 +213,9 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Divide the loop over dy's rows into three consecutive ranges `(first, end, multiply)`. In the second, dy is
-        also multiplied by ones, for db. The tiles in one row of dw need the same db, so their second ranges together
-        cover each iteration once."""
+        """Divide the loop over dy's rows into three consecutive ranges `(first, end, multiply)`, where `multiply`
+        computes one iteration. In the second range, it also multiplies dy by ones, for db. The tiles in one row of dw
+        need the same db, so their second ranges together cover each iteration once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

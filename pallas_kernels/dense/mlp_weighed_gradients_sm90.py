@@ -1,7 +1,7 @@
-"""The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
+"""The gradients of a multi-layer perceptron in a small batch, from dy and the results of `forward_and_gradients`.
 
 A CTA computes one tile of a layer's dw, with db as a further column, for 128 examples. XLA adds the tiles of all
-examples in a fixed order. Further CTAs multiply dx by dy.
+examples in a fixed order. Further CTAs compute dx: dy times the gradient of each example's loss with respect to x.
 """
 
 import dataclasses

@@ -44,8 +44,9 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       labels: integers `(N,)`, or float weights `(classes, N)`.
 
     Returns:
-      loss in the dtype of the logits, and float32 largest and total for the backward. Half-precision probabilities
-        would round an almost perfectly classified example's gradient to zero.
+      loss in the dtype of the logits, and float32 largest and total, from which the backward computes the
+        probabilities. Half-precision probabilities would round an almost perfectly classified example's gradient to
+        zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)

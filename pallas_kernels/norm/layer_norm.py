@@ -147,7 +147,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of x in device memory, loaded again for every use. `mask_ref` is 0 in columns that pad the row, else 1."""
+    """A row of x in device memory. `mask_ref` is 0 in columns that pad the row, else 1."""
 
     x_ref: Any
     mask_ref: Any

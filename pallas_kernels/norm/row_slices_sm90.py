@@ -39,15 +39,14 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row, in all threads that hold the row."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum along each row of a matrix. `function` maps each slice of columns in `pieces` to these columns of
-    the matrix."""
+    """Return the sum along each row of a matrix. `function(piece)` returns the values in one slice of its columns, for
+    each slice in `pieces`."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -1,6 +1,6 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-The trailing axes form a row. A CTA applies the formula to one block of consecutive elements of a row.
+The trailing axes form rows: see `Rows`. A CTA applies the formula to one block of consecutive elements of a row.
 """
 
 import dataclasses
@@ -33,7 +33,8 @@ _LONG_ROW = 4 * LANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Consecutive elements per CTA: a multiple of 128, at most the length of a row of the broadcast arrays."""
+    """`length` is the number of consecutive elements per CTA: a multiple of 128, at most the elements of the
+    trailing axes that form a row."""
 
     length: int
 
@@ -141,8 +142,8 @@ class Rows:
     """Division of arrays, which broadcast to `shape`, into rows. A row spans the axes from `axis` on.
 
     Args:
-      axis: by default the first axis for which each array has all elements of a row or only one. For an earlier axis,
-        `flatten` broadcasts, in memory, arrays with some but not all elements of a row.
+      axis: first axis of a row, by default the earliest for which each array has all elements of a row or only one. If
+        the caller passes an earlier axis, `flatten` broadcasts other arrays to all elements in memory.
 
     Attributes:
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.

@@ -105,8 +105,9 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, there are `count` rows, and `blocks` is 1. A row's vectors are added to one number. Along columns, each
-    of `count` matrices is divided into `blocks` blocks of `length` columns, and a block's rows are added.
+    Along rows, `count` is the number of rows, and `blocks` is 1. Each sum is the total of one row, a number. Along
+    columns, each of `count` matrices is divided into `blocks` blocks of `length` columns. Each sum adds the rows of one
+    block to a vector.
     """
 
     rows: Rows
@@ -121,8 +122,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row and column of the first element that the sum `(row, block)` adds in iteration `step`. The last
-        two blocks of columns may overlap."""
+        """Return the row and column of the first element that iteration `step` adds. Along columns, `row` is the
+        index of a matrix. Its last two blocks may overlap, and `_sums_of_columns` drops the repeated sums."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length

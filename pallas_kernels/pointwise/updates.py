@@ -38,7 +38,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Accesses of at most 16 bytes that each thread makes to each array."""
+    """`accesses` is the number of loads, of at most 16 bytes each, per thread and list of arrays."""
 
     accesses: int = 1
 
