@@ -31,8 +31,8 @@ _MAX_UNROLLED = 2000
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tile per CTA: `channels` input channels of dx, and at most `cells` adjacent cells, each as large as a pooling
-    window. dy is loaded one iteration ahead, for `ahead` output channels at once."""
+    """Tile per CTA: `channels` input channels of dx, and at most `cells` adjacent cells. dy is loaded one
+    iteration ahead, for `ahead` output channels at once."""
 
     channels: int
     cells: int
@@ -82,7 +82,7 @@ class _Part(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """Division of dx's width into `columns` cells, each as wide as a pooling window. A CTA computes at most `cells`
-    adjacent cells. Q, G, and S are the widths of the pooled output, of a filter, and of a pooling window."""
+    adjacent cells. Q, G, and S are the widths of the pooled output, a filter, and a pooling window."""
 
     columns: int
     cells: int

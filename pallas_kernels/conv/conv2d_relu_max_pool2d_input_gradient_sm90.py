@@ -6,8 +6,7 @@ as high as a window and as wide as a group. `wgmma` computes each cell, with one
     dx[m, j] = sum over a < reach, b < 2 of routed[m - a, j - b] @ weights[a, b].
 
 The cell in row m and column j gets contributions from the groups in row m - a, in the same column (b = 0) or the column
-to the left (b = 1). `routed` has dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the
-filters.
+to the left (b = 1). `routed` has dy at the positions of the windows' maxima, and zeros elsewhere.
 
 A CTA has one warpgroup per column of cells. For each row of windows, each warpgroup but the last writes one group's
 `routed` to shared memory. A cell's sums stay in registers until the last row of windows that contributes to it.
@@ -70,8 +69,8 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Number of rows of cells of dx to which one row of pooling windows contributes. A cell is as
-        high as a window."""
+        """Rows of cells of dx to which one row of pooling windows contributes. A cell is as high as a
+        window."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property

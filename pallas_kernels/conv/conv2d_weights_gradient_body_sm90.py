@@ -149,7 +149,7 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """While threads fill one buffer, the tensor cores read the other."""
+    """Threads fill one buffer of `routed` while the tensor cores read the other."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

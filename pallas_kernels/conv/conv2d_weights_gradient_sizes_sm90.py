@@ -80,7 +80,7 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of `LANES` elements that hold a CTA's gradients: dw, then db."""
+        """Vectors of `LANES` elements that hold a CTA's gradients: dw, then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property

@@ -10,7 +10,8 @@ and zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and
 
 For `conv2d`, each product takes R = 1, 2, or 4 rows of dy: S is 1, and `routed[(r, 0), k, q]` is `dy[k, p * R + r, q]`.
 
-A CTA computes the sums for part of the input channels c and positions t. A split is part of the rows p and examples n.
+A CTA computes the sums for part of the input channels c and positions t, over one split: part of the rows p and
+examples n.
 """
 
 import functools

@@ -203,7 +203,8 @@ def backward(
     """Compute the gradients of `Σ dy * loss`, for dy `(N,)` and arguments and results of `forward`.
 
     Return the gradients `(N, widths[i])` with respect to the logits and to each hidden layer's sums before ReLU, last
-    layer first, then dx `(widths[0], N)`. Layer i's gradients are zero in the columns after its outputs.
+    layer first, then dx `(widths[0], N)`. `widths` is `Network.widths`. Layer i's gradients are zero in the columns
+    after its outputs.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))

@@ -45,8 +45,8 @@ def first_values_of(x: Array) -> Array:
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum along each row of a matrix. `function(piece)` returns the values in one slice of its columns, for
-    each slice in `pieces`."""
+    """Return the sum along each row of a matrix. `pieces` are slices of its columns. `function(piece)` returns the
+    values in one slice."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -33,8 +33,8 @@ _LONG_ROW = 4 * LANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`length` is the number of consecutive elements per CTA: a multiple of 128, at most the elements of the
-    trailing axes that form a row."""
+    """`length` is the number of consecutive elements per CTA: a multiple of 128, at most the elements of a row:
+    see `Rows`."""
 
     length: int
 
