@@ -188,7 +188,7 @@ def _bound(place, port):
     try:
         return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
     except OSError as error:
-        reason = error.strerror.partition(" (")[0]
+        reason = error.strerror.partition(" (")[0]  # without the address
         raise UserError(
             f"--coordinator is {place.host}:{place.port}, but port {port} cannot be used ({reason}); wants an address "
             "of this machine, and a port that is unused, as is the next port"

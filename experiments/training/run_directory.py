@@ -93,7 +93,7 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         """If the config sets `resume`, lock the directory and load its run.
 
-        Otherwise, the caller must call `begin`, which creates a run.
+        Otherwise, `begin` creates a run.
 
         Raises:
           UserError: if there is no run to resume, if its settings differ, or if a new run's directory is not empty.

@@ -18,7 +18,7 @@ from jaxbp.logic.gates import GATES
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
 GATES_AT_A_TIME = 4096
-"""Gates per block of outputs. Their values should fit into the CPU's cache."""
+"""About the gates per block of outputs. Their values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
 _LEAF = np.array([False, True])
 

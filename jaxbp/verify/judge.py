@@ -299,10 +299,10 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return neighbours of `point.values`, and derivatives with respect to argument i.
+        """Return neighbors of `point.values`, and derivatives with respect to argument i.
 
-        The last derivative is at `point.values`. In a neighbour, elements move at random by at most the fraction
-        `share` of their array's largest element. At order 1, further neighbours move one element by twice this limit,
+        The last derivative is at `point.values`. In a neighbor, elements move at random by at most the fraction
+        `share` of their array's largest element. At order 1, further neighbors move one element by twice this limit,
         so that it no longer equals others. In argument i, these elements have the flat indices `places`.
         """
         random, ends, found = generator(2), [], []

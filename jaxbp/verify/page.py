@@ -1,3 +1,5 @@
+"""Make an HTML page that compares implementations."""
+
 import io
 from collections.abc import Sequence
 from html import escape

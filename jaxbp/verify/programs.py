@@ -1,3 +1,5 @@
+"""Programs that run an implementation as users do."""
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,3 +1,5 @@
+"""The progress of a long check, in one line."""
+
 import sys
 import time
 

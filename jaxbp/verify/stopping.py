@@ -1,3 +1,5 @@
+"""Programs with fixed arguments of `stop_gradient`, for finite differences."""
+
 from collections.abc import Callable
 from typing import NamedTuple
 

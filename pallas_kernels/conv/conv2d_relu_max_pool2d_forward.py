@@ -28,7 +28,7 @@ def _lane_block(N: int, at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Maximum numbers per CTA of output channels, adjacent pooling windows, and examples (`lane_block`). `forward`
+    """Maximum output channels, examples (`lane_block`), and simultaneous pooling windows per CTA. `forward`
     reduces channels and windows until the grid has `programs_per_multiprocessor` CTAs per multiprocessor."""
 
     channels: int

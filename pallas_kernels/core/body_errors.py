@@ -61,6 +61,7 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
+    """Return an error that explains `error` in the kernel `name`, or None if the error is unknown."""
     equations = list(_equations(error))
     if not equations:
         return None

@@ -1,8 +1,8 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes. A row has one gate's outputs for four cells of an automaton, 16 bytes. A row's
-residue is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if different rows
-have different residues. The order of a layer's gates determines their rows.
+Shared memory has 32 banks of 4 bytes. A row has the values of an input or gate for four cells of an automaton, 16
+bytes. A row's residue is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if
+different rows have different residues. The order of a layer's gates determines their rows.
 """
 
 import itertools

@@ -3,7 +3,7 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-table[i] has the four coefficients of function i.
+table[i] has the four coefficients of function i. The kernels run only on GPUs and in the Mosaic GPU simulator.
 """
 
 import dataclasses

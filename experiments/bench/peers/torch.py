@@ -45,8 +45,8 @@ for `task.small`, and `fields` are further fields of the row."""
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield a task's variants, one per precision and mode: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the last `best` modes in this order. Modes that may be the fastest must be at
-    the end of `modes`.
+    If `task.choice` is "best", yield only the task's precision and the last `best` modes in this order. Modes that may
+    be the fastest must be at the end of `modes`.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":

@@ -15,7 +15,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 class _StateElements(NamedTuple):
     """A vector of state elements, each one channel of one cell. `place` is an element's index in the state in device
-    memory. In shared memory, it is in row `row` of the last layer's outputs, and in column `column`."""
+    memory. In shared memory, it is in row `row` of the last layer's outputs, and in column `column`.
+    Padding has `valid` False."""
 
     row: Array
     column: Array

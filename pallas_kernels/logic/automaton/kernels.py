@@ -32,7 +32,8 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, padded layer by layer with zeros.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, in the order of
+        `wires`. Zeros pad each layer.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each row of shared memory with a gate's outputs. a and b are the
         rows with the gate's inputs, numbered as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.

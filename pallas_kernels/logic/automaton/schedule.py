@@ -21,9 +21,8 @@ class Part:
     Attributes:
       first, offset: the first row's index in shared memory, and in the layer.
       lanes: the number of rows.
-      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then, if there are as many
-        slices of cells (`Cells`) as warpgroups, each warpgroup computes one slice. Otherwise, one warpgroup
-        computes all slices.
+      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then each
+        warpgroup computes these rows for one slice of cells (`Cells`), or one warpgroup for all slices.
     """
 
     first: Any
