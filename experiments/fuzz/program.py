@@ -125,8 +125,8 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the op's first argument may contain NaN, infinities, and values whose squares overflow.
 
-        Convolutions may not, because they may multiply these values by zero, and programs with second derivatives, which
-        depend on the formula at infinities.
+        Convolutions may not, because they may multiply these values by zero, and programs with second derivatives,
+        which depend on the formula at infinities.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 
