@@ -156,7 +156,8 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters that `harden` maps to `gates`. With inputs 0 and 1, relaxed gates compute the same bits."""
+    """Return parameters that `harden` maps to `gates`. For inputs 0 and 1, relaxed gates with these parameters return
+    exactly the outputs of `gates`."""
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 

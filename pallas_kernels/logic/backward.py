@@ -55,8 +55,8 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. The sums of these vectors
-    over lanes are the gradients of a gate's coefficients."""
+    """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. Their sums over
+    lanes are the gradients of a gate's coefficients."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)

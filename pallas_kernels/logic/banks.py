@@ -1,8 +1,9 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes. A row has the values of an input or gate for four cells of an automaton, 16
-bytes. A row's residue is its index mod 8. An octet, eight neighboring threads, accesses shared memory in one cycle if
-different rows have different residues. The order of a layer's gates determines their rows.
+Each thread computes one gate of an automaton, and reads the rows of shared memory with the gate's inputs. A row has 16
+bytes, the values for four cells. Shared memory has 32 banks of 4 bytes, so rows with equal residues (index mod 8) are
+in the same banks. Eight neighboring threads (an octet) access shared memory in one cycle if different rows have
+different residues. The order of a layer's gates determines the rows of their outputs.
 """
 
 import itertools
@@ -14,7 +15,7 @@ OCTET = 8
 _SWEEPS = 2
 """Passes that assign residues to gates. With one, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
-"""Cost of two gates with equal residues that the next layer reads, relative to two whose gradients one octet reads.
+"""Weight of equal frequencies of residues (`roles` in `_with_residues`), relative to conflicts in reads of gradients.
 Chosen for the published checkerboard automaton."""
 _ROUNDING = 1e-6
 """Smaller decreases of the cost are rounding errors."""
@@ -37,8 +38,8 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`. The backward adds the terms of an input's gradient, one per gate that reads
-        the input, in a fixed order. `turns` has each gate's position in this order for its inputs a and b.
+      turns: for each layer, `(2, gates)`: each gate's position among the gates that read its input a (row 0) or b (row
+        1). In this order, the backward adds their terms of the input's gradient.
       rows: for each input of the first layer, the index of its row in shared memory. A later layer's
         inputs are in consecutive rows, the first at an index that is a multiple of 8.
     """
@@ -55,10 +56,10 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return lists of eight gates (octets), then a list of the rest. `a` and `b` are the residues (row of shared memory
-    mod 8) of each gate's inputs. If all residues are equally frequent, an octet's inputs a have different residues, and
-    so have its inputs b.
+    """Divide gates into lists of eight (octets), followed by a list of the rest. `a` and `b` are the residues (row of
+    shared memory mod 8) of each gate's inputs.
 
+    In an octet, the inputs a have different residues, and so have the inputs b, if all residues are equally frequent.
     This colors the edges of a bipartite graph (D. König, 1916): gates are edges from residues of a to residues of b,
     and octets are colors.
     """
@@ -101,14 +102,14 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return all gates, reordered within each octet to avoid bank conflicts. A gate's position in its octet is the
-    index of its row of shared memory mod 8.
+    """Return all gates, reordered within each octet to avoid bank conflicts. A gate's position in its octet becomes the
+    residue (index mod 8) of its rows of shared memory.
 
     Args:
       octets: lists of eight gates of neighboring threads, then a list of the rest.
-      readers: `(2, gates)`. The backward reads gradients for eight threads at a time, and each such read has a number.
-        Row 0 has the number for each gate's gradient with respect to a, and row 1 with respect to b. Gates with equal
-        numbers should have different positions.
+      readers: `(2, gates)`. In the backward, eight threads read eight gradients at once, and each such read has a
+        number. Row 0 has the number of the read of each gate's gradient with respect to a, and row 1 with respect to b.
+        Gates with equal numbers should have different positions.
       roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b. The sums for all
         positions should be similar.
     """
@@ -132,7 +133,7 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Return a different row of `cost` for each column, so that no exchange of two rows lowers the total cost."""
+    """Assign a different row of `cost` to each column, so that no exchange of two rows lowers the total cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

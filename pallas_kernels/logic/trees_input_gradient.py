@@ -1,7 +1,7 @@
-"""The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
+"""The gradient of a convolution with respect to its images, if each filter is a tree of gates.
 
-A CTA computes a band, some rows of one input channel, for 128 examples, one per lane. In shared memory, it adds the
-gradients of the leaves that read this channel, in a fixed order.
+A tree's leaves read pixels in the convolution's window. A pixel's gradient is the sum of the gradients of the leaves
+that read it, in a fixed order. A CTA computes a band, some rows of one channel, for 128 images, one per thread.
 """
 
 import dataclasses
@@ -61,10 +61,10 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return the gradient of the image without its padding, `(channels, height, width, N)` float32.
+    """Return the gradient with respect to the images without padding, `(channels, height, width, N)` float32.
 
     Args:
-      dleaves: the gradients of the leaves from `leaf_gradients`.
+      dleaves: the gradients of the leaves, from `leaf_gradients`.
       places, leaves: arguments of `leaf_gradients`.
       readers, reader_offsets: int32. `readers[reader_offsets[c] : reader_offsets[c + 1]]` are the leaves that read
         channel c. Leaf l of kernel k is `k * leaves.shape[1] + l`.
@@ -107,9 +107,13 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end). Only for rows first to end - 1 of the pooled output, a leaf can read pixels of the band
-        (the CTA's rows of the image). `rows` is the pooled output's height. For its row 0, the leaf reads image row
-        `leaf_row` or later rows, relative to the band."""
+        """Return (first, end): a leaf can read the band only for rows first to end - 1 of the pooled output.
+
+        Args:
+          leaf_row: the image row that the leaf reads at the first position of the first pooling window. The band's
+            first row is row 0.
+          rows: the pooled output's height.
+        """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -117,10 +121,15 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the index in shared memory at which each lane adds a leaf's gradient. `place` is each lane's position
-        in the pooling window, or None for windows of one position. At the first position, the leaf reads pixel
-        (`row`, `column`), relative to the band (the CTA's rows of the image). Pixels outside of the band get an unused
-        index."""
+        """Return, for each of 128 images, the index in shared memory for the pixel that one leaf reads. Pixels outside
+        of the band get an unused index.
+
+        Args:
+          row, column: the pixel that the leaf reads at the first position of the pooling window, relative to the band.
+          place: for each image, the index of its maximum in the pooling window. The pixel shifts by one `stride` per
+            position. None for windows of one position.
+          lane: the images' indices, 0 to 127.
+        """
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -99,8 +99,7 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """Clip a state to [0, 1], with derivative 1, so that rounding errors do not grow. (XNOR of 1 + e and 1 + e is about
-    1 + 2e.)"""
+    """Clip a state to [0, 1], with derivative 1, so that rounding errors do not grow."""
     return jnp.clip(new, 0, 1)
 
 

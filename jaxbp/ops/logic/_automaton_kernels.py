@@ -1,8 +1,7 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept). dseen has
-each cell's gradients with respect to the nine cells that it sees. dkept has the gradients with respect to the states of
-cells that keep their state. For the last state, dkept is the whole gradient.
+A state is a vector of all channels of all cells, then unused elements. Its gradient is a pair (dseen, dkept), as in
+`kernels.tick_backward`. For the last state, dkept is the whole gradient.
 """
 
 import dataclasses
@@ -31,8 +30,7 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For the forward and the backward kernel, one integer per output row of a gate. It packs the indices of the two
-    rows of shared memory that the gate reads."""
+    """The arguments `wires` of `kernels.tick` and of `kernels.tick_backward`."""
 
     forward: Array
     backward: Array
@@ -45,8 +43,7 @@ class Prepared:
 
     Attributes:
       lanes: the four coefficients of each gate, in the kernels' order.
-      consumers: the tables of `Plan.consumers`. They list, for each circuit input and each gate's output, the rows of
-        shared memory whose sum is the gradient with respect to this input or output.
+      consumers: the tables of `Plan.consumers`.
     """
 
     coefficients: tuple

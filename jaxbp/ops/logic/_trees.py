@@ -77,8 +77,7 @@ def _(arrays, tangents):
 
 
 def _sum(a: Array) -> Array:
-    """Sum over one axis after the other, which is more accurate than one sum."""
-    # Without the barriers, XLA would merge the sums.
+    # One axis after the other is more accurate. Without the barriers, XLA would merge the sums.
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
     return a
@@ -99,8 +98,6 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the pixels that a leaf reads if its tree is at position (u, v) of each pooling window: one per pooling
-        window and example, `(height, width, N)`. `leaf` is a channel, and a row and a column in the tree's window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)

@@ -85,9 +85,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return each gate's inputs a and b, each read from a separate copy of its row. Autodiff then adds the gradients of
-    the copies in a fixed order."""
-    # A scatter's order varies on a GPU. If few rows have most consumers, the copies need too much memory.
+    # Autodiff adds the gradients of separate copies in a fixed order, but a scatter's order varies on a GPU. If few
+    # rows have most consumers, the copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)

@@ -1,4 +1,4 @@
-"""The neighborhoods and the next states of an automaton's cells, and the gradients with respect to these two."""
+"""Transfers between device and shared memory: the neighborhoods and next states of cells, and the gradients of both."""
 
 import dataclasses
 import functools
@@ -14,9 +14,14 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """A vector of state elements, each one channel of one cell. `place` is an element's index in the state in device
-    memory. In shared memory, it is in row `row` of the last layer's outputs, and in column `column`.
-    Padding has `valid` False."""
+    """Locations of state elements, each one channel of one cell.
+
+    Attributes:
+      row, column: the element's position among the last layer's rows of shared memory: its channel, and its cell's
+        index in the slice.
+      place: the element's index in the state in device memory.
+      valid: False for padding.
+    """
 
     row: Array
     column: Array
@@ -27,10 +32,12 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice: `count` cells, at most four. A row of shared memory has one input's or gate's values for these cells.
+    """A slice: `count` cells, at most four. A CTA computes a group of one or more slices at a time.
 
-    `slices` is the shared memory of all slices that a CTA computes at a time, and `slices[number]`, `(rows, count)`, is
-    the memory of this slice.
+    Attributes:
+      first_of_group: the index of the group's first cell.
+      slices: the group's shared memory, `(slices, rows, count)`. A row has the values of one input or gate.
+      number: the slice's index in the group.
     """
 
     plan: Plan
@@ -129,8 +136,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next states of cells. For cells that update (fire), `write` stores them in
-    shared memory; for cells that keep their state, in `dkept_out` in device memory."""
+    """The gradients with respect to the next states of cells. `load` reads their terms, and `write` adds these terms.
+    If a cell fires (updates), `write` stores its sums in shared memory. If not, it stores them in `dkept_out`."""
 
     team: Team
     fires: Any
@@ -151,8 +158,11 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield nine pairs (index, valid), one per cell that sees an element's cell. `self.dseen[index]` is the seeing
-        cell's gradient with respect to the element. `valid` is whether the seeing cell exists."""
+        """Yield nine pairs of arrays (index, valid), one per neighbor that sees the cells of `elements`.
+
+        `self.dseen[index]` has the neighbor's gradients with respect to `elements`. `valid` is False for padding, and
+        for neighbors outside of the grid.
+        """
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

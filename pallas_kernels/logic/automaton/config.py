@@ -11,13 +11,12 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice of a group. A row of four float32 is a thread's widest access. Longer rows would begin in fewer
-banks."""
+"""Cells per slice, and float32 per row. Four are a thread's widest access. Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the cells per group. Three slices exceed shared memory. Fewer than four cells were slower:
+"""Candidates for `Config.cells`. Three slices exceed shared memory. Fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Estimated latency per group, in units of the time to compute one cell. Not tuned."""
+"""Estimated latency per group, as a multiple of the time per cell. Not tuned."""
 WARPGROUPS = 2
 """Maximum warpgroups per CTA. One was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
@@ -27,7 +26,7 @@ _FORWARD_PROGRAMS = 2
 _RESERVED_BYTES = 2048
 """Bytes of shared memory for Mosaic GPU's barrier, which takes fewer. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum gates that read one input or gate. Unrolled code sums their gradients. Not tuned."""
+"""Maximum gates that read one input or output. Unrolled code sums their gradients. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +34,10 @@ class Config:
     """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
     Attributes:
-      cells: cells that a CTA computes at a time: one, two, or a multiple of four.
+      cells: cells that a CTA computes at a time (a group): one, two, or a multiple of four.
+      programs: number of CTAs.
       lanes: maximum number of gates that a warpgroup computes per step.
-      lookahead: steps by which a warpgroup fetches wires and coefficients ahead.
+      lookahead: how many steps ahead a warpgroup fetches wires and coefficients.
       totals_in_registers: whether registers, not device memory, sum the coefficients' gradients.
     """
 

@@ -1,4 +1,4 @@
-"""The gates of an automaton's layers, and their backward.
+"""Computation of an automaton's gates by a CTA, and its backward.
 
 A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`. Each of a, b, and y is a
 row of shared memory with one value per cell. The backward computes
@@ -80,9 +80,12 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands for the backward of consecutive gates. `total` has the sums of their coefficients' gradients, unless
-    these are in registers. `consumers` lists the rows of shared memory whose sum is dy. An integer packs two
-    indices."""
+    """Operands from device memory for the backward of one `Part`.
+
+    Attributes:
+      total: the sums of the coefficients' gradients so far, or None if they are in registers.
+      consumers: the rows of shared memory whose sum is dy. Each int32 packs the indices of two rows.
+    """
 
     gates: _Gates
     total: Array | None
@@ -91,12 +94,12 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers for the cells that a CTA computes at a time.
+    """The backward of all layers for one group of cells. It adds the group's terms to the sums of the coefficients'
+    gradients over all cells.
 
     Attributes:
-      sums: sums of the coefficients' gradients in registers, one array per `Part` (gates of one layer that a warpgroup
-        computes at once), or None if the sums are in device memory.
-      previous_total, total: the sums in device memory, before and after this backward.
+      sums: these sums in registers, one array per `Part` (consecutive gates of one layer), or None.
+      previous_total, total: if `sums` is None, the sums in device memory before and after this group.
     """
 
     circuit: Circuit

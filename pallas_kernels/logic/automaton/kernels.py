@@ -29,13 +29,12 @@ class _TickRefs(NamedTuple):
 
 @kernel(unsupported=unsupported, heuristic=forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
+    """Return the next state, clipped to [0, 1].
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, in the order of
-        `wires`. Zeros pad each layer.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each row of shared memory with a gate's outputs. a and b are the
-        rows with the gate's inputs, numbered as in `plan.forward_layers`.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, layer by layer. Zeros pad each layer.
+      wires: `(plan.gates,)` int32, one `a + (b << 16)` per row of shared memory for a gate's outputs. a and b are the
+        indices of the rows with the gate's inputs, as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -98,16 +97,18 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total). For each cell, dseen is the gradient with respect to the states of the nine cells
-    that it sees, and dkept with respect to the state that it keeps if it does not fire. total is the gradient with
-    respect to the coefficients, with a separate sum for each CTA.
+    """Return the gradients (dseen, dkept, total) for one tick, from the gradients for the next tick.
 
-    The arguments dseen, dkept, and total are results of the next tick's backward. The gradient with respect to a cell's
-    next state is its dkept plus its gradients in the dseen of the nine cells that see it.
+    - dseen: for each cell, the gradients with respect to the states of the nine cells that it sees.
+    - dkept: for each cell that does not fire, the gradient with respect to the state that it keeps. Otherwise 0.
+    - total: for each CTA, the gradients with respect to the coefficients, summed over its cells and over ticks.
+
+    The gradient with respect to a cell's next state is its dkept, plus its entries in the dseen of the nine cells that
+    see it.
 
     Args:
       coefficients, state, fires: arguments of `tick`.
-      wires: see `tick`, but with rows numbered as in `plan.layers`.
+      wires: see `tick`, but with indices of rows as in `plan.layers`.
       consumers: int32, the tables of `plan.consumers`.
       dseen: `(cells * plan.neighbourhood + plan.inputs.lanes,)` float32, ending with unused elements.
       dkept: float32 of the state's shape.
@@ -161,9 +162,13 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute all cells of a CTA, in groups of up to eight cells, and return the list `carry`. `steps(slices, carry)`
-    yields one group's `Step`s, which update `carry`. `slices` is a list with the group's `Cells`. After each group's
-    steps, the objects in `loads` load the next group's data."""
+    """Compute all cells of a CTA, in groups of up to eight cells, and return `carry` after the last group.
+
+    Args:
+      loads: objects that load the next group's data after each group, such as `Inputs`.
+      steps: `steps(slices, carry)` yields the `Step`s of one group, which update the list `carry`. `slices` lists the
+        group's `Cells`.
+    """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

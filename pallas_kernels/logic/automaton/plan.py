@@ -1,11 +1,13 @@
 """The rows of shared memory in which an automaton's tick and its backward keep values and gradients.
 
-An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits
-(kernels), each evaluated once per channel.
+At each tick, a cell runs two parts of an automaton, each with layers of gates:
+
+- Perception: several circuits (kernels) with equal wires. Each runs once per channel, and reads it in nine cells.
+- Update: one circuit, which reads the cell's channels (the center) and all outputs of perception.
 
 A row has one float32 per cell, for up to four cells (a slice). The rows of the inputs come first, in the order
-(position in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate,
-kernel, channel). Gates' rows are reused as soon as no later step reads them.
+(position in the neighborhood, channel). The rows of the gates' outputs follow layer by layer. Within a perception
+layer, they are in the order (gate, kernel, channel). A row is reused as soon as no later layer reads it.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ class Layer:
     Attributes:
       lanes: number of rows including padding, a multiple of a warpgroup's 128 threads.
       count: number of rows without padding.
-      copies: number of consecutive rows with outputs of one gate. In perception, a gate has one row per channel.
+      copies: number of consecutive rows with outputs of one gate, in perception one per channel.
     """
 
     first: int
@@ -49,7 +51,7 @@ class Plan:
     """The sizes of an automaton's grid and circuits, which determine its rows of shared memory.
 
     Attributes:
-      perception: gates of one perception circuit in each layer.
+      perception, update: gates in each layer of one perception circuit, and of the update.
       output_consumers: for each layer but the last, the most gates that read one output.
       neighbour_consumers: the most gates of perception's first layer that read one input.
       centre_consumers: the most gates of the update's first layer that read one channel of the center cell.
@@ -81,7 +83,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, which stands for missing terms in the sums of `ConsumerTables`."""
+        """Index of a row of zeros. In `ConsumerTables`, it stands for the missing terms of shorter sums."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -158,9 +160,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Location of one of the `ConsumerTables`, `(pairs, lanes)`, in an array that joins them, from index `first` on.
-    Each column lists the `consumers` rows of shared memory whose sum is one row of gradients. Each integer packs a
-    pair of row indices."""
+    """Location of one of the `ConsumerTables` in the array `consumers` of `tick_backward`.
+
+    The table, `(pairs, lanes)`, begins at index `first`. Each column lists the `consumers` rows of one sum. Each
+    integer packs the indices of two rows.
+    """
 
     first: int
     consumers: int
@@ -172,11 +176,13 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each input or gate, the rows of shared memory with the terms of its gradient. Each gate
-    that reads it (consumer) writes one term.
+    """Tables of the rows of shared memory that the backward adds.
 
-    `kernel_sums` is for sums over the perception circuits (kernels). It lists only the first circuit's row. The rows
-    of the other circuits follow, each `channels` rows later, because rows are in the order (gate, kernel, channel).
+    The gradient of a gate's output (`layers`) or of an input (`inputs`) is a sum. Each gate that reads this output or
+    input (a consumer) writes one term to a row.
+
+    `kernel_sums` is for `GradientRows.kernel_sums`. It lists only the first perception circuit's row. The other
+    circuits' rows follow, each `channels` rows later.
     """
 
     layers: tuple[Table, ...]
@@ -190,10 +196,11 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the index of its first row. The layer's rows have its gates' gradients with respect to a,
-        then b. Layer i - 1 reads the rows of layer i, and layer i - 2 may overwrite them. The update's first layer
-        keeps its rows for the center cell's gradients, which are summed last.
-      kernel_sums: rows for the gradients in perception's first layer, summed over the perception circuits, in the order
+        then b. Layer i - 1 reads the rows of layer i, and layer i - 2 may overwrite them. The rows of the update's
+        first layer are kept, because the center cell's gradients are summed last.
+      kernel_sums: rows for the gradients of perception's first layer, summed over the circuits (kernels), in the order
         (a or b, gate, channel).
+      outputs: rows for the gradients of the last layer's outputs, the next states.
     """
 
     firsts: tuple[int, ...]

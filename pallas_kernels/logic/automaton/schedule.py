@@ -1,5 +1,5 @@
-"""The order in which the warpgroups of a CTA compute the gates of an automaton's layers: one `Part` of a layer per
-`Step`."""
+"""Division of an automaton's layers among the warpgroups of a CTA. In a `Step`, a warpgroup computes one `Part` of a
+layer."""
 
 import dataclasses
 import functools
@@ -16,13 +16,14 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a layer that a warpgroup computes in one step. Their values fit in its registers.
+    """Consecutive rows of a layer that a warpgroup computes in one step.
 
     Attributes:
       first, offset: the first row's index in shared memory, and in the layer.
       lanes: the number of rows.
-      is_alone: whether too few rows of the layer remain to divide them among warpgroups. Then each
-        warpgroup computes these rows for one slice of cells (`Cells`), or one warpgroup for all slices.
+      is_alone: whether these last rows are too few to divide them among warpgroups. Then all warpgroups have this part,
+        and divide its cells by slices (`Cells`), or warpgroup 0 computes all cells.
+      is_last: whether the part completes the layer.
     """
 
     first: Any
@@ -38,13 +39,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of a CTA, such as computing some gates of one layer. `compute` takes the operands that `fetch` returned
-    from device memory.
+    """A step of a warpgroup, such as computing a `Part`. It calls `compute(fetched)`, or
+    `compute(fetched, read(fetched))` if `read` is not None.
 
     Attributes:
+      fetch: returns `fetched`, operands from device memory, some steps earlier.
       is_last: whether a barrier follows, as after the last step of a layer.
-      read: None, or a function that reads further operands from shared memory before the preceding barrier, to use the
-        waiting time. The previous step must not write them.
+      read: returns operands from shared memory. It runs before the barrier that precedes this step, to use the waiting
+        time. The previous step must not write these operands.
     """
 
     fetch: Callable[[], Any]
@@ -95,8 +97,8 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps in order, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If `is_repeated`, fetch the first steps' operands again at the end, and return
-        them."""
+        operands of the first steps. If `is_repeated`, the same steps follow once more: fetch the first steps' operands
+        again, and return them."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
