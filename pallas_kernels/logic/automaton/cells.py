@@ -158,10 +158,10 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield nine pairs of arrays (index, valid), one per neighbor that sees the cells of `elements`.
+        """Yield nine pairs of arrays (index, valid), one per position in a neighborhood.
 
-        `self.dseen[index]` has the neighbor's gradients with respect to `elements`. `valid` is False for padding, and
-        for neighbors outside of the grid.
+        `self.dseen[index]` has the gradients of the cells that see `elements` at this position. `valid` is False for
+        padding, and for seeing cells outside of the grid.
         """
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
