@@ -1,4 +1,4 @@
-"""Measure the errors of results and gradients against float64, also for shifted and scaled arguments."""
+"""Compare the ops' results and gradients with float64, at several offsets and scales of their arguments."""
 
 import dataclasses
 import functools
@@ -22,14 +22,14 @@ NEARLY_ALL = 0.95
 ALLOWED = 1.5
 """The largest allowed ratio of an implementation's error to autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""An error of this number of roundings, ε/2 each, is always allowed."""
+"""A relative error of this number of roundings, ε/2 each, is always allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """An offset and a scale of random data: `argument` has the values `offset + scale * drawn`.
+    """A change of an op's random arguments: each value v becomes `offset + scale * v`.
 
-    `argument="all"` means all arguments except `dy`, weights, and integers.
+    `argument` names the changed argument. "all" stands for all arguments except `dy`, weights, and integers.
     """
 
     offset: float
@@ -41,13 +41,13 @@ class Place:
 class Accuracy:
     """Relative errors of one result or gradient of an op, at one offset and scale of its arguments.
 
-    A row is a vector along an array's last axis. Each number is the 95% quantile over the rows for all random
-    arguments, or the median if autodiff is inaccurate.
+    Errors are computed for each row, a vector along the last axis. `error`, `native`, and `excess` are 95% quantiles
+    over the rows of all draws, or medians if autodiff is inaccurate.
 
     Attributes:
-      result: "value" and a result's index, or "gradient in" and an argument's name.
-      error: `‖a - e‖ / ‖e‖` for a row a of the implementation's result, and the same row e in float64.
-      native: the same quotient for autodiff.
+      result: such as "value 0", the op's first result, or "gradient in x".
+      error: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result, and e is the same row in float64.
+      native: the error of autodiff in `dtype`.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
@@ -69,7 +69,7 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Yield the errors of every result and gradient of the ops, for arguments at every offset and scale.
+    """Draw each op's arguments `draws` times, and yield the errors at every offset and scale.
 
     Leave out an offset and scale if values overflow, or if values of an `Argument` with `apart=True` become equal.
     """
@@ -154,10 +154,10 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Scale and shift the `movable` arguments: all together, and each alone.
+        """Shift and scale the `movable` arguments: all together, and each alone.
 
-        Return the `Place` (offset, scale, name) of each change, and the arguments, `(places, draws, *shape)`. Leave out
-        changes for which values overflow, or values that must differ become equal.
+        Return one `Place` per change, and all arguments after the changes, each `(places, draws, *shape)`. Leave out a
+        change if values overflow, or if values that must differ become equal.
         """
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
@@ -189,10 +189,15 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the error, autodiff's error, and `Accuracy.excess`, or None if no exact value fits in the dtype.
+    """Return the `error`, `native`, and `excess` of `Accuracy` for one result or gradient.
 
-    `actual` is the implementation's result, and `native` is autodiff's result. `exact` and `by_formula` are the float64
-    result, computed in two ways. The allowed error includes their difference.
+    Return None if every element of `exact` is NaN, infinite, or too large for the dtype. A row's allowed error is
+    `ALLOWED` times autodiff's error, or `ROUNDINGS` if larger, plus `‖by_formula - exact‖`.
+
+    Args:
+      actual, native: the result of the implementation, and of autodiff, in the dtype.
+      exact: autodiff's result in float64.
+      by_formula: the result of "xla" in float64, or `exact` again.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

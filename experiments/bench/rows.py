@@ -1,8 +1,9 @@
-"""The rows of the bench's report: one per workload, batch size, and implementation, baseline, or
-variant of a peer.
+"""Measure the rows of the bench's report.
 
-A baseline is another formulation in plain JAX. No program compiles while another is timed,
-because compilers use the host's cores, and XLA tries algorithms on the GPU.
+A workload at one batch size has one row per implementation, per baseline, and per peer variant. A baseline is another
+formulation in plain JAX. A peer is another library, whose variants are ways to compute the workload.
+
+No program compiles while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -23,12 +24,12 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program takes ten times as long as a dispatch, or makes `MOST_CALLS` calls."""
+"""A timed program takes at least `PROGRAM_SECONDS`, ten times as long as a dispatch, or makes `MOST_CALLS` calls."""
 CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before any is timed, because executables take memory."""
+"""Limits on the number of cases that are compiled before any is timed, because executables take memory."""
 
 
 class Settings(NamedTuple):
@@ -244,7 +245,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Add each measurement's speedup over the fastest autodiff of the same workload and batch size."""
+    """Add to each row its speedup over the fastest autodiff or baseline of the same workload and batch size."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

@@ -1,6 +1,6 @@
-"""Choose which of its inputs, a or b, each gate of an automaton initially outputs: see docs/automata.md.
+"""Choose an automaton's gates before training: each gate outputs one of its two inputs, a or b.
 
-With such gates, a tick only copies values between channels and neighboring cells.
+With such gates, a tick only copies values between channels and neighboring cells: see docs/automata.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""One array per perception layer, and one per update layer. They are true where a gate outputs b, not a."""
+"""One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""
 MOST_DRAWS = 20_000
-"""The checkerboard needs about 400."""
+"""The limit of `returning`. The checkerboard needs about 400 draws."""
 SEPARATING_DRAWS = 200
 
 
@@ -35,13 +35,13 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the number of wrong cells if the last tick can be any function of a cell's 3 x 3 neighborhood.
+    """Return the number of cells that are wrong after `steps` ticks with the best last tick.
 
-    The best function gives cells with equal neighborhoods their most frequent target.
+    Earlier ticks use the gates `drawn`. The last tick may be any function of a cell's 3 x 3 neighborhood. The best
+    function gives cells with equal neighborhoods their most frequent target.
 
     Args:
-      drawn: true for each gate that outputs its input b in the earlier ticks. The other gates output a.
-      start: `(height, width, channels)`.
+      start: the initial state, `(height, width, channels)`.
       target: the visible channels after `steps` ticks, `(height, width, visible)`.
     """
     targets = target.reshape(-1, target.shape[-1])
@@ -64,9 +64,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the (channel, cell of the 3 x 3 neighborhood) that a tick copies to it.
+    """Return, for each channel, from where a tick copies its value: a channel, and a cell of the 3 x 3 neighborhood.
 
-    Each gate outputs its input b where `perception` or `update` is true, else a.
+    The cells are numbered from 0 to 8, row by row. `perception` and `update` are the parts of a `Draw`.
     """
 
     def passed_on(part, chosen):

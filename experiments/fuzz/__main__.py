@@ -1,4 +1,6 @@
-"""Compare ops with float64 in random cases of shapes, dtypes, options, data, and JAX transformations.
+"""Compare ops with float64 in random cases.
+
+A program is an op with random shapes, dtype, options, and JAX transformation. It has 8 cases, one per kind of data.
 
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
@@ -9,7 +11,7 @@ and runs again with autodiff. The exit code is 1 after a failure, or a crash tha
 
     seed, cases    the cases 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support
-    lost           the number of cases that did not run, because their child process had crashed
+    lost           the number of cases that did not run, because an earlier case of the same program crashed
     crashes        one object per crash. `autodiff` says how autodiff crashed, or is null
 """
 

@@ -27,7 +27,7 @@ MOST_DRAWS = 30
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return random shapes and options that autodiff accepts, or if none are found, the catalogue's example."""
+    """Return random shapes and options that autodiff accepts. If none are found, return the catalogue's example."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)

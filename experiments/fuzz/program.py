@@ -1,4 +1,4 @@
-"""Random programs and their data."""
+"""Draw the fuzzer's programs and their data. A program is a JAX transformation of an op with random options."""
 
 import dataclasses
 import functools
@@ -25,9 +25,9 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""The kinds of data. Each program runs on all, because compiling takes longer.
+"""The kinds of data. Each program runs on all, because compiling takes longer than running.
 
-"with ruled-out entries" puts -inf into the first argument, and zeros into weights.
+"with ruled-out entries" sets elements of the first argument to -inf, and elements of weights to 0.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
@@ -40,17 +40,17 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether float32 products are exact, not in TF32."""
+    """Whether matrix products of float32 arrays use float32, not TF32."""
     invalid_labels: bool = False
     """Whether some labels are not valid classes."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the op must have the derivative of its float64 reference at kinks, such as relu's at 0."""
+        """Whether the op's derivative at kinks, such as relu's at 0, must be that of the float64 reference."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the op's arguments. Floats have the distribution `kind` of `DATA`.
+        """Draw the op's arguments. `kind`, an element of `DATA`, is the distribution of floats.
 
         Integers, such as labels, do not depend on `random` or `kind`, because they are constants in a compiled program.
         """
@@ -69,7 +69,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Set the cotangent to 0 for examples with invalid labels.
+        """Return the cotangent with 0 for examples with invalid labels.
 
         If `kind` is "under a mask", also set a random half of its elements to 0.
         """
@@ -125,8 +125,8 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the op's first argument may contain NaN, infinities, and values whose squares overflow.
 
-        Convolutions may not, because they may multiply these values by zero, and programs with second derivatives,
-        which depend on the formula at infinities.
+        It may not in convolutions, which may multiply these values by zero. It may not in backward ops and in programs
+        with second derivatives, which depend on the formula at infinities.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

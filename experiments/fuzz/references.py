@@ -1,6 +1,6 @@
-"""Maxima and minima whose gradient goes to the first of equal values or NaNs, as in jaxbp.
+"""Reference functions for maxima and minima. As in jaxbp, the gradient goes to the first of equal values or NaNs.
 
-`jnp.max` divides the gradient among equal values.
+The gradient of `jnp.max` is divided among equal values.
 """
 
 import functools

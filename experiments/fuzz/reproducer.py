@@ -14,7 +14,10 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints an op's results, and autodiff's results in float64 and in the op's dtype."""
+    """Return code that calls an op, and prints its results and gradients.
+
+    The code prints them three times: by autodiff in float64, by autodiff in the op's dtype, and by `program`.
+    """
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

@@ -1,4 +1,4 @@
-"""JAX transformations of an op, which is a function `(*arrays) -> list of arrays`."""
+"""JAX transformations of ops. Each takes a function `(*arrays) -> list of arrays`, and returns another."""
 
 import jax
 import jax.numpy as jnp

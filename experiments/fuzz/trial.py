@@ -23,7 +23,7 @@ TF32 = TOLERANCES["float16"]
 HEADROOM = 4
 """A result above 1 / HEADROOM of the dtype's largest number may overflow, because terms may exceed their sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""XLA keeps every rounding, and compiles faster."""
+"""With these options, XLA keeps every rounding, and compiles faster."""
 
 
 class Trial:
@@ -48,7 +48,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Describe the first wrong result or derivative, or return None."""
+        """Run the op with the arguments `values`, and describe the first wrong result or derivative, or return None."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
@@ -68,9 +68,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return autodiff's float64 result `exact`, with elements of jaxbp's result `ours` where `ours` is always accepted.
+    """Return autodiff's float64 result `exact`, but with elements of jaxbp's result `ours` that are always accepted.
 
-    It is accepted where `exact` is NaN, or where `exact` is nearly too large for the dtype and `ours` is not finite.
+    Every element is accepted where `exact` is NaN. Infinities and NaN are accepted where `exact` is nearly too large for
+    the dtype.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

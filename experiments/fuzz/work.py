@@ -1,4 +1,4 @@
-"""Run random ops on each kind of data in `program.DATA`, and simplify ops that fail."""
+"""Run random programs on each kind of data in `program.DATA`, and simplify programs that fail."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"drawn" for the implementation that was drawn, or "autodiff"."""
+    """"drawn" keeps the program's random implementation. "autodiff" replaces it."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -39,7 +39,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of running a random op on random data.
+    """The outcome of a random program on one kind of data.
 
     Attributes:
       draw: the index of the kind of data in `program.DATA`.
@@ -53,9 +53,9 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Run a random op, and yield one outcome per kind of data.
+    """Run a task's program, and yield one outcome per kind of data.
 
-    After a failure, also yield one for a simpler program, if that fails too.
+    If it fails, and a simpler program fails too, also yield an outcome with the simpler program's code.
     """
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()

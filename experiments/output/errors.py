@@ -50,7 +50,10 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run the command and return its exit code. Print expected exceptions as one line on stderr."""
+    """Run the command and return its exit code: the command's result, or a code of the module's list if it fails.
+
+    Print an exception of this list as one line on stderr. Other exceptions propagate.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

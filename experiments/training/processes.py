@@ -1,7 +1,8 @@
 """Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
 Each other process connects to process 0 at the port after the coordinator's. In one line, it sends its number, the
-number of processes, and a secret token. Process 0 answers with the settings of the run.
+number of processes, and a secret token. Process 0 answers with the settings of the run. The connection stays open, so
+that each process notices if another process ends.
 """
 
 import argparse
@@ -31,7 +32,7 @@ TOKEN = "JAXBP_TOKEN"
 """The environment variable with the token. By default, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits on the first line from another process."""
+"""Limits on the time and size of the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
@@ -74,8 +75,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Process 0 sends `settings`, one line of text. When the command of process 0 returns 0, all processes exit with 0.
-    If a process fails or disappears, all others exit with 1.
+    Only process 0 passes `settings`, one line of text. It sends them to the other processes. When the command of
+    process 0 returns 0, all processes exit with 0. If a process fails or disappears, all others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -98,7 +99,10 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """This process. Process 0 has `links` to all other processes, which have one to process 0."""
+    """This process and its `links`, connections by process number.
+
+    Process 0 has a link to each other process, which has only that link.
+    """
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -241,10 +245,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Start a relay between JAX and the coordinator at `place`, and return the relay's local address.
+    """Start threads that forward bytes between JAX and the coordinator at `place`. Return the address for JAX.
 
     JAX aborts a process if its connection to the coordinator closes, often before `_watch` prints which process ended.
-    The relay keeps JAX's connection open.
+    The threads keep JAX's connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 

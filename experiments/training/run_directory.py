@@ -1,4 +1,4 @@
-"""The directory of a run, which resumes from its newest intact checkpoint. docs/runs.md lists the files."""
+"""Read and write the directory of a run. A run resumes from its newest intact checkpoint. docs/runs.md lists the files."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raise UserError for no run or an unknown experiment, and BrokenRun if every checkpoint is corrupt.
+    Raise UserError if there is no run, or its experiment is unknown. Raise BrokenRun if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
@@ -114,7 +114,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Replace errors such as a full disk by BrokenRun if the run has a checkpoint."""
+        """Unlock the directory. If the run has a checkpoint, replace disk errors, such as a full disk, by BrokenRun."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -139,8 +139,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial` or `constants`, the fixed variables' checksum, or if
-        another process uses the directory.
+        `constants` is the checksum of the model's fixed variables. Raise BrokenRun if the checkpoint does not fit
+        `initial` or `constants`, or if another process uses the directory.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)

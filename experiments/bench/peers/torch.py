@@ -1,4 +1,4 @@
-"""PyTorch's ops and training steps.
+"""Time PyTorch's ops and training steps, for comparison with jaxbp.
 
 In training steps, CUDA graphs include the update of the parameters, except in the mode "compile, reduce-overhead".
 """
@@ -38,15 +38,18 @@ COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, C
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""`(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()` returns the results
-for `task.small`, and `fields` are further fields of the row."""
+"""A function `(task, mode) -> (call, results, fields)` that prepares a task in a mode, such as "eager".
+
+`call(i)` makes the i-th call of the task. `results()` returns the results for `task.small`. `fields` are further fields
+of the row.
+"""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield a task's variants, one per precision and mode: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the task's precision and the last `best` modes in this order. Modes that may
-    be the fastest must be at the end of `modes`.
+    If `task.choice` is "best", yield only the last `best` modes in this order, at the task's precision. The fastest mode
+    must be among them.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -60,9 +63,9 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Time a task in one mode, such as "CUDA graph", and return fields of `measure.MEASURED` and `results`.
+    """Time a task in one mode, such as "CUDA graph". Return fields of `measure.MEASURED`, and `results`.
 
-    The results, for `task.small`, come from eager mode, which needs no second compilation.
+    `results` are computed from `task.small` in eager mode, which needs no second compilation.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
@@ -86,7 +89,8 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 def ops(forwards: Functions, backwards: Functions) -> Build:
     """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
-    Functions in `backwards` return gradients. For a function in `forwards`, PyTorch's autograd also computes gradients.
+    `forwards` and `backwards` have PyTorch functions by op name. A function in `backwards` returns gradients. For a
+    function in `forwards`, PyTorch's autograd also computes gradients.
     """
     return functools.partial(_op, forwards, backwards)
 
@@ -223,7 +227,10 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 
 
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
-    """Return a causal depthwise convolution. `convolve(x, w, b)` takes x in NCW and w in OIW, and returns NCW."""
+    """Return a causal depthwise convolution, computed by `convolve`.
+
+    `convolve(x, w, b)` takes x in NCW and w in OIW, and returns NCW.
+    """
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")
     x_layout, w_layout, y_layout = dimension_numbers
@@ -276,7 +283,7 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
-    `model -> loss`.
+    `model -> loss`. `optimiser_of(parameters)` returns an optimizer.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -314,7 +321,10 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile layer after layer until `COMPILE_SECONDS` have passed. Return the time, and a note if layers remain."""
+    """Compile layer after layer until `COMPILE_SECONDS` have passed.
+
+    Return fields of the row: the time, and a note if layers remain.
+    """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:
