@@ -195,9 +195,9 @@ def _errors(dtype, actual, native, exact, by_formula):
     `ALLOWED` times autodiff's error, or `ROUNDINGS` if larger, plus `‖by_formula - exact‖`.
 
     Args:
-      actual, native: the result of the implementation, and of autodiff, in the dtype.
-      exact: autodiff's result in float64.
-      by_formula: the result of "xla" in float64, or `exact` again.
+      actual, native: the results of the implementation and of autodiff.
+      exact: autodiff's float64 result.
+      by_formula: the float64 result of "xla", or `exact` again.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

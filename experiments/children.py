@@ -39,8 +39,7 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` concurrent processes, and yield their outcomes in the order of the tasks.
 
-    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds. Raise RuntimeError if a
-    process dies before its first task starts.
+    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds.
     """
     share_gpus()
     children, order = [], collections.deque()

@@ -107,10 +107,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return process 0's `state`, `epochs_done`, and `is_done`.
-
-    Raise UserError if this process has other data or another model.
-    """
+    """Return process 0's `state`, `epochs_done`, and `is_done`."""
     checksum = np.uint32(0)
     if jax.process_count() > 1:
         for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):

@@ -171,8 +171,6 @@ def _training_step(
     """Return a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
-      op, place, options, batches, error_batch: as in `Workload`.
-      shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
       baselines: functions `(model, inputs) -> scores` in plain JAX, by name.
     """

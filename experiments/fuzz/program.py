@@ -1,4 +1,4 @@
-"""Draw the fuzzer's programs and their data. A program is a JAX transformation of an op with random options."""
+"""Draw programs, which are JAX transformations of ops with random options, and their data."""
 
 import dataclasses
 import functools

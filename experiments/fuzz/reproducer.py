@@ -14,9 +14,9 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that calls an op, and prints its results and gradients.
+    """Return code that prints an op's results and gradients.
 
-    The code prints them three times: by autodiff in float64, by autodiff in the op's dtype, and by `program`.
+    They are computed by autodiff in float64, by autodiff in the op's dtype, and by the program's implementation.
     """
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [

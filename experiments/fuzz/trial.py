@@ -70,8 +70,8 @@ class Trial:
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
     """Return autodiff's float64 result `exact`, but with elements of jaxbp's result `ours` that are always accepted.
 
-    Every element is accepted where `exact` is NaN. Infinities and NaN are accepted where `exact` is nearly too large for
-    the dtype.
+    Every element is accepted where `exact` is NaN. Infinities and NaN are accepted where `exact` is nearly too large
+    for the dtype.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

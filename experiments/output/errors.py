@@ -50,9 +50,9 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run the command and return its exit code: the command's result, or a code of the module's list if it fails.
+    """Return the command's result, or if it raises an exception caught here, the exit code in the module's list.
 
-    Print an exception of this list as one line on stderr. Other exceptions propagate.
+    Print such an exception as one line on stderr. Other exceptions propagate.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

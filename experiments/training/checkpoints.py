@@ -38,7 +38,7 @@ class Checkpoint:
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
-      constants: the checksum of the model's untrained variables, or None without any.
+      constants: see `loop.constants_checksum`.
       files: the checksum of each file, by its path within `state/`.
       folder: the parent of the checkpoint's folder.
     """
@@ -189,7 +189,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`, with the structure of `like`. Raise the errors of `check_like`."""
+    """Invert `to_arrays`, with the structure of `like`."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 

@@ -243,10 +243,7 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over the inputs, the number of correct predictions, and the predictions.
-
-    `share` divides a batch among the devices.
-    """
+    """Return the mean loss over the inputs, the number of correct predictions, and the predictions."""
     batches = -(-len(inputs) // batch_size)
     # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
@@ -269,8 +266,8 @@ def run(
     state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if a loss is not finite, or if the mean loss or a parameter is too large. With
-        a loss scale, fewer than `MOST_SKIPPED` consecutive losses may be infinite or NaN.
+      FloatingPointError: after an epoch, if a loss is not finite, or if training diverges: see `MOST_SKIPPED` and
+        `MOST_LOSS`.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

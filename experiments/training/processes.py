@@ -1,8 +1,8 @@
 """Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
 Each other process connects to process 0 at the port after the coordinator's. In one line, it sends its number, the
-number of processes, and a secret token. Process 0 answers with the settings of the run. The connection stays open, so
-that each process notices if another process ends.
+number of processes, and a secret token. Process 0 answers with the settings of the run. The connection stays open, and
+closes when a process ends.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""The environment variable with the token. By default, process 0 generates and prints a token."""
+"""The environment variable with the token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
 """Limits on the time and size of the first line from another process."""

@@ -1,4 +1,4 @@
-"""Read and write the directory of a run. A run resumes from its newest intact checkpoint. docs/runs.md lists the files."""
+"""Read and write the directory of a run, which resumes from its newest intact checkpoint: see docs/runs.md."""
 
 import contextlib
 import dataclasses
@@ -91,13 +91,11 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """If the config sets `resume`, lock the directory and load its run.
-
-        Otherwise, `begin` creates a run.
+        """If the config sets `resume`, lock the directory and load its run. Otherwise, `begin` creates a run.
 
         Raises:
-          UserError: if there is no run to resume, if its settings differ, or if a new run's directory is not empty.
-          BrokenRun: if a run to resume has only corrupt checkpoints, or if another process uses it.
+          UserError: if no run with these settings can be resumed, or if a new run's directory is not empty.
+          BrokenRun: if another process uses the run to resume, or all its checkpoints are corrupt.
         """
         if not self.config.resume:
             _check_is_free(self._path)

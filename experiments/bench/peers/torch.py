@@ -1,4 +1,4 @@
-"""Time PyTorch's ops and training steps, for comparison with jaxbp.
+"""Time PyTorch's ops and training steps.
 
 In training steps, CUDA graphs include the update of the parameters, except in the mode "compile, reduce-overhead".
 """
@@ -89,8 +89,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 def ops(forwards: Functions, backwards: Functions) -> Build:
     """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
-    `forwards` and `backwards` have PyTorch functions by op name. A function in `backwards` returns gradients. For a
-    function in `forwards`, PyTorch's autograd also computes gradients.
+    Functions in `backwards` return gradients. For a function in `forwards`, PyTorch's autograd also computes gradients.
     """
     return functools.partial(_op, forwards, backwards)
 
@@ -283,7 +282,7 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
-    `model -> loss`. `optimiser_of(parameters)` returns an optimizer.
+    `model -> loss`.
     """
     return functools.partial(_training, make, optimiser_of)
 
