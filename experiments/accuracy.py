@@ -156,8 +156,8 @@ class _Drawn:
     def moved(self, offsets, scales, dtype):
         """Shift and scale the `movable` arguments: all together, and each alone.
 
-        Return one `Place` per change, and all arguments after the changes, each `(places, draws, *shape)`. Leave out a
-        change if values overflow, or if values that must differ become equal.
+        Return one `Place` per change, and all arguments after the changes, each `(places, draws, *shape)`. `accuracy`
+        says which changes are left out.
         """
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []

@@ -4,7 +4,8 @@
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
-separately, because XLA's memory pool would hide accesses beyond its end. The outcomes are:
+separately, because XLA's memory pool would hide accesses beyond its end. Processes sometimes die at exit, or hang in
+XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
     explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp

@@ -125,8 +125,7 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
-    With `--resume` and `--run-dir`, omitted settings come from the saved run. Raise UserError if no run is saved, or if
-    its settings differ. `--epochs` may increase.
+    With `--resume` and `--run-dir`, omitted settings come from the saved run.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")

@@ -1,8 +1,7 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-If a workload reads r bytes and writes w bytes, a copy of min(r, w) bytes counts at the rate of copies. The other
-|r - w| bytes count at the rate of only reading or only writing. Rates depend on the working set, the number of bytes
-that a program touches. See docs/benchmarks.md.
+Equal numbers of read and written bytes count at the rate of copies. The other bytes count at the rate of only reading
+or only writing. Rates depend on the working set, the number of bytes that a program touches. See docs/benchmarks.md.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """Time the kernels of docs/tutorial_faster.md, and compare each time with the roofline.
 
-    python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
-
-The page's code defines the kernels.
+python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 """
 
 import argparse

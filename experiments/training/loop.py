@@ -200,7 +200,7 @@ def train_epoch(
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and all gradients were finite.
-        With a loss scale, a step that is not finite keeps the parameters. Without one, all steps count as finite.
+        Without a loss scale, all steps count as finite.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))

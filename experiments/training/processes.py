@@ -75,8 +75,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Only process 0 passes `settings`, one line of text. It sends them to the other processes. When the command of
-    process 0 returns 0, all processes exit with 0. If a process fails or disappears, all others exit with 1.
+    Only process 0 passes `settings`, one line of text, and sends them to the others. When the command of process 0
+    returns 0, all processes exit with 0. If a process fails or disappears, all others exit with 1.
     """
     if place.process:
         links, settings = _call(place)

@@ -48,8 +48,8 @@ of the row.
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield a task's variants, one per precision and mode: "eager", and on a GPU also "CUDA graph" and `modes`.
 
-    If `task.choice` is "best", yield only the last `best` modes in this order, at the task's precision. The fastest mode
-    must be among them.
+    If `task.choice` is "best", yield only the last `best` modes in this order, at the task's precision. `modes` must
+    therefore end with the modes that may be the fastest.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
