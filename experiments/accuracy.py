@@ -69,7 +69,7 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Draw each op's arguments `draws` times, and yield the errors at every offset and scale.
+    """Draw each op's arguments `draws` times. Yield the errors of all results and gradients at all offsets and scales.
 
     Leave out an offset and scale if values overflow, or if values of an `Argument` with `apart=True` become equal.
     """
@@ -192,7 +192,7 @@ def _errors(dtype, actual, native, exact, by_formula):
     """Return the `error`, `native`, and `excess` of `Accuracy` for one result or gradient.
 
     Return None if every element of `exact` is NaN, infinite, or too large for the dtype. A row's allowed error is
-    `ALLOWED` times autodiff's error, or `ROUNDINGS` if larger, plus `‖by_formula - exact‖`.
+    `ALLOWED` times autodiff's error, or the error of `ROUNDINGS` if larger, plus `‖by_formula - exact‖`.
 
     Args:
       actual, native: the results of the implementation and of autodiff.

@@ -224,7 +224,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return a result file's contents. Times are sums over the epochs. `images_per_second` is for training."""
+    """Return a result file's contents. Times are sums over the epochs."""
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
     return {

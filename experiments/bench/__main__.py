@@ -1,7 +1,6 @@
 """Time the ops of jaxbp and training steps.
 
-docs/benchmarks.md has commands, and defines the figures. `implementation="pallas"` has no row without a GPU, or if the
-workload launches no kernel of jaxbp.
+docs/benchmarks.md has commands, and defines the figures.
 
 `--json FILE` writes the fields of every result file (`experiments/output/results.py`), and:
 

@@ -172,7 +172,7 @@ def _training_step(
 
     Args:
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
-      baselines: functions `(model, inputs) -> scores` in plain JAX, by name.
+      baselines: functions `(model, inputs) -> scores`.
     """
 
     @functools.cache
@@ -283,7 +283,7 @@ def training(
 ) -> Callable:
     """Return a program of `calls` training steps in a scan. `function` is a result of `loss_and_gradients`.
 
-    `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
+    `optimiser(implementation=...)` makes the optimizer.
     """
     # With None, jaxbp's optimizer uses Optax where Optax is faster.
     if optimiser is None:

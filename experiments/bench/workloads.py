@@ -60,7 +60,10 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op, including its gradients, at the size `place`, a key of `entry.real`."""
+    """Return the workload of an op at the size `place`, a key of `entry.real`.
+
+    The workload also computes gradients, unless the op is a backward.
+    """
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):

@@ -82,7 +82,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
             below = None if argument.below is None else max(new(argument.below), 1)
             argument = dataclasses.replace(argument, shape=shape, below=below)
         arguments.append(argument)
-    if layer:  # logits and x must match the wires
+    if layer:
         gates = arguments[1].gates
         arguments[0] = dataclasses.replace(arguments[0], shape=(gates, arguments[0].shape[1]))
         arguments[2] = dataclasses.replace(arguments[2], shape=(*arguments[2].shape[:-1], arguments[1].inputs))

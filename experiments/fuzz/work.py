@@ -55,7 +55,7 @@ class Outcome:
 def work(task: Task) -> Iterator[Outcome]:
     """Run a task's program, and yield one outcome per kind of data.
 
-    If it fails, and a simpler program fails too, also yield an outcome with the simpler program's code.
+    If the program fails, and a simpler program fails too, also yield an outcome with the simpler program's code.
     """
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()

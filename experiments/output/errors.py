@@ -18,7 +18,7 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. A command prints only the message."""
+    """An invalid setting or file from the user."""
 
 
 class BrokenRun(Exception):
@@ -50,7 +50,7 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Return the command's result, or if it raises an exception caught here, the exit code in the module's list.
+    """Return the command's result. For an exception that is caught here, return the code in the module's list.
 
     Print such an exception as one line on stderr. Other exceptions propagate.
     """

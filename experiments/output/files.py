@@ -9,7 +9,7 @@ SUFFIX = ".jaxbp-tmp"
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file, so that a reader sees either the old or the complete new file.
 
-    A killed process may leave a temporary file (`is_leftover`). An OSError names `path`.
+    A killed process may leave a temporary file (`is_leftover`).
     """
     temporary = temporary_name(path)
     try:

@@ -1,6 +1,8 @@
 """Time the kernels of docs/tutorial_faster.md, and compare each time with the roofline.
 
-python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
+    python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
+
+The page's code defines the kernels.
 """
 
 import argparse

@@ -153,7 +153,7 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint in a folder. Raise BrokenRun if a checksum does not match."""
+    """Read the checkpoint in a folder. Raise BrokenRun if it is corrupt."""
     file = path / RUN
     try:
         run = json.loads(_bytes(file))

@@ -74,7 +74,7 @@ class Training:
     model: nnx.Module
     constants_checksum: str | None
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`. Overwrites the given state."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> results` on the test set: see `evaluate`."""
     restarted: Callable[[int], TrainState | None]
@@ -154,7 +154,7 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and its loss as a pure function `(params, inputs, targets)`.
 
-    `loss` takes `(model, inputs, targets)`. Other variables of the model stay constant.
+    `loss` takes `(model, inputs, targets)`.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
@@ -171,10 +171,7 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW with gradients clipped to ±clip.
-
-    The learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
-    """
+    """Return AdamW with gradients clipped to ±clip, and a learning rate with warm-up, `peak`, and cosine decay."""
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
     return fused_adamw(rate, weight_decay=weight_decay, clip=clip)
@@ -243,7 +240,10 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over the inputs, the number of correct predictions, and the predictions."""
+    """Return the mean loss over the inputs, the number of correct predictions, and the predictions.
+
+    `share` divides a batch among the devices.
+    """
     batches = -(-len(inputs) // batch_size)
     # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)

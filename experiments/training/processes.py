@@ -99,10 +99,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """This process and its `links`, connections by process number.
-
-    Process 0 has a link to each other process, which has only that link.
-    """
+    """This process. In process 0, `links` has a connection to each other process. Elsewhere, only to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
