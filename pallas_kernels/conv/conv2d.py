@@ -21,7 +21,7 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Sums in a thread's 255 registers, which also hold operands and addresses."""
+"""Maximum sums in a thread's 255 registers."""
 _MAX_UNROLLED_TAPS = 64
 """Maximum unrolled filter positions, to bound compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024

@@ -60,7 +60,7 @@ _BOX_ROWS = 8
 _MAX_OUTPUTS = 256
 """Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers."""
+"""Each thread then has 128 registers."""
 _OTHER_REGISTERS = 40
 """Registers per thread besides sums and patch, for which ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
@@ -194,7 +194,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",

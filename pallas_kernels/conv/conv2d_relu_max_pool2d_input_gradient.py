@@ -81,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Division of dx's width into `columns` cells, each as wide as a pooling window. A CTA computes at most `cells`
-    adjacent cells. Q, G, and S are the widths of the pooled output, a filter, and a pooling window."""
+    """Division of dx's width into `columns` cells, each as wide as a pooling window. Q, G, and S are the widths of the
+    pooled output, a filter, and a pooling window."""
 
     columns: int
     cells: int

@@ -1,15 +1,17 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores.
 
-The batch is the last axis of dy and dx. A group is a few adjacent pooling windows in a row. dx is divided into cells,
-as high as a window and as wide as a group. `wgmma` computes each cell, with one row per example:
+The batch is the last axis of dy and dx. Each row of pooling windows is divided into groups of adjacent windows. dx is
+divided into cells, as high as a window and as wide as a group. `wgmma` computes the cell in row m and column j:
 
     dx[m, j] = sum over a < reach, b < 2 of routed[m - a, j - b] @ weights[a, b].
 
-The cell in row m and column j gets contributions from the groups in row m - a, in the same column (b = 0) or the column
-to the left (b = 1). `routed` has dy at the positions of the windows' maxima, and zeros elsewhere.
+`routed[p, g]`, with one row per example, is for group g in row p of windows. It is dy at the positions of the windows'
+maxima, and zero elsewhere. The group contributes to cells a < reach rows below it, in the same column (b = 0) or the
+next (b = 1). `weights[a, b]` has the filters' weights between the group and such a cell.
 
-A CTA has one warpgroup per column of cells. For each row of windows, each warpgroup but the last writes one group's
-`routed` to shared memory. A cell's sums stay in registers until the last row of windows that contributes to it.
+A CTA has one warpgroup per column of cells. Filters reach beyond the last group, so there is one more column than
+groups. For each row p, every warpgroup but the last writes `routed` of one group to shared memory. A cell's sums stay
+in registers until the last row of windows that contributes to it.
 """
 
 import dataclasses
@@ -34,11 +36,11 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of an operand's tile. `routed` must fill whole tiles for each window position."""
+"""Columns of an operand's tile. Each window position must fill whole tiles of `routed`."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers."""
+"""Each thread then has 128 registers."""
 _MAX_SUMS = 96
-"""Maximum sums per thread, for all cells of a column that are in progress at once. More sums spill registers."""
+"""Maximum sums per thread. A warpgroup holds `reach` cells at once. More sums spill registers."""
 _MIN_BATCH = 2048
 """Smallest batch for this kernel. If cuBLAS is faster than the exact kernel, the limit is `_KERNEL_BATCH` of
 `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
@@ -69,8 +71,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Rows of cells of dx to which one row of pooling windows contributes. A cell is as high as a
-        window."""
+        """Rows of cells to which one row of pooling windows contributes."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -99,8 +100,7 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of the `wgmma` operand that has dy at the positions of the maxima. Each of `windows` adjacent
-        windows has one column per output channel and position."""
+        """Number of columns of `routed`: one per position in a window, output channel, and window of a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -219,8 +219,7 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of pooling windows to dx. Then write rows `p * R` to `p * R + R - 1` of dx,
-        which are complete."""
+        """Add the contributions of row p of windows to dx. Then write row p of cells, which is complete."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -31,7 +31,7 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Sums in a thread's 255 registers, which also hold operands and addresses."""
+"""Maximum sums in a thread's 255 registers."""
 _OTHER_REGISTERS = 30
 """Registers per thread besides sums and patch. LeNet's estimated occupancy then agrees with ptxas."""
 _MAX_PATCH = 72
@@ -140,7 +140,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     )
     sums = jnp.sum(sums, axis=0)
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
-    # The CTAs of all input channels compute the same bias gradient.
+    # db is the same for all input channels.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)
 
 

@@ -1,9 +1,11 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`.
 
-Each warpgroup multiplies 64 rows of one operand by the other operand. One operand is x. The other is dy for `conv2d`,
-otherwise dy at the positions of the pooling windows' maxima. Several elements of the product add to the gradient of one
-weight. At the end, the CTA therefore writes the product to device memory, and gathers these elements through the L2
-cache.
+A CTA computes a matrix product of x and `routed`, summed over examples. For `conv2d`, `routed` is dy. Otherwise, it is
+dy at the positions of the pooling windows' maxima, and zero elsewhere. Each warpgroup multiplies 64 rows of the left
+operand by the right operand. `Config.images_on_left` says which operand is x.
+
+The gradient of one weight is the sum of several elements of the product. At the end, the CTA therefore writes the
+product to device memory, and gathers these elements through the L2 cache.
 """
 
 import dataclasses
@@ -37,10 +39,12 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses copy dy, and compute the operand `routed` from it.
+    """Computation of one warpgroup. Subclasses copy dy, and compute the operand `routed` from it.
 
     Attributes:
-      place, places: indices of the maxima in device and shared memory, or None for `conv2d`.
+      place: indices of the maxima, or None for `conv2d`.
+      out, gradients: each CTA's product, and its part of dw, then db.
+      dys, places: dy and `place` in shared memory, or None for `conv2d`.
       xs: buffers in shared memory, each with rows of x, then eight rows of ones: see `Sizes.ones`.
       c: index of the CTA's group of input channels.
       t: index of the CTA's group of positions in each pooling window. For `conv2d`, positions are rows of dy.
@@ -149,7 +153,8 @@ class _Program:
 
 
 class PooledProgram(_Program):
-    """Threads fill one buffer of `routed` while the tensor cores read the other."""
+    """Computation for `conv2d_relu_max_pool2d`. `routed` has two buffers. Threads fill one while the tensor cores read
+    the other."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -178,6 +183,8 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
+    """Computation for `conv2d`, where `routed` is dy."""
+
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q
 

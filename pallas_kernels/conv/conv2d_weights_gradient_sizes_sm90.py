@@ -8,21 +8,21 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Rows of a `wgmma` tile, one per warpgroup."""
+"""Rows of the left operand that one warpgroup multiplies."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers."""
+"""Each thread then has 128 registers."""
 _MAX_COLUMNS = 160
 """Columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
 _MAX_STAGES = 4
 """Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Shared memory for barriers and sums across warps, with the reserve for which the stages were tuned."""
+"""Bytes of shared memory left free for barriers, sums across warps, and a reserve. Stages were tuned with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`channels` input channels, and `places` positions in each pooling window, per CTA. The left operand of `wgmma`
-    is x if `images_on_left`, otherwise dy."""
+    """Tile per CTA: `channels` input channels, and `places` positions in each pooling window. The left operand of
+    `wgmma` is x if `images_on_left`, otherwise dy."""
 
     channels: int
     places: int
@@ -32,8 +32,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """K output and C input channels, P x Q pooling windows of R x S positions, N examples, and H x W pixels of x. In
-    `correlate_batch`, which does not pool, a window is R rows of one column of dy, and S is 1."""
+    """Sizes of arrays: K output and C input channels, P x Q pooling windows of R x S positions, N examples, and H x W
+    pixels of x. In `correlate_batch`, which does not pool, a window is R rows of one column of dy, and S is 1."""
 
     K: int
     P: int
@@ -58,8 +58,7 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones, after x's rows in a stage of shared memory. The product of ones and dy yields
-        db."""
+        """Index of the first row of ones. Ones follow x's rows in shared memory. Their product with dy yields db."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -80,7 +79,6 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements that hold a CTA's gradients: dw, then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -130,7 +128,7 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for one row of pooling windows and one block of examples, summed over the CTAs."""
+        """Estimated clock cycles for one row of pooling windows and one block of examples."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
@@ -159,7 +157,6 @@ class _ConvolutionSizes(Sizes):
         return OPERAND_BYTES * (self.x_rows + self.routed_rows)
 
     def fit(self) -> bool:
-        # dy is copied one channel at a time.
         return self.config.places * self.Q % 8 == 0 and super().fit()
 
 

@@ -1,12 +1,13 @@
 """Gradients of `conv2d` and `conv2d_relu_max_pool2d` with respect to the weights on Hopper's tensor cores.
 
-For `conv2d_relu_max_pool2d`, each row p of windows adds one product over the batch:
+For `conv2d_relu_max_pool2d`, each row p of pooling windows adds one matrix product to the sums:
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. i counts the rows of x that the filters read for row p, and
-j all columns of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the positions of the maxima,
-and zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`.
+c and k are input and output channels, and n is an example. i counts the rows of x that the filters read for row p. j
+counts all columns of x. q is a window in row p, and t = (r, s) one of its R x S positions. `routed` is dy at the
+positions of the maxima, and zero elsewhere. For position (u, v) in a filter, dw[k, c, u, v] is the total over t and q
+of the sums with `i = r + u` and `j = q * S + s + v`.
 
 For `conv2d`, each product takes R = 1, 2, or 4 rows of dy: S is 1, and `routed[(r, 0), k, q]` is `dy[k, p * R + r, q]`.
 
@@ -131,5 +132,5 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     gradients = jnp.sum(gradients, axis=(0, 2))
     taps = sizes.taps * sizes.K
     dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
-    # The CTAs of all input channels compute the same bias gradient.
+    # db is the same for all input channels.
     return dw, gradients[0, taps : taps + sizes.K]

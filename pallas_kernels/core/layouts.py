@@ -15,7 +15,7 @@ LANES = 128
 """Threads in a warpgroup (PTX ISA, wgmma). Vector lengths are multiples of `LANES`."""
 
 OPERAND_BYTES = 128
-"""Bytes per row of a tensor-core operand: a matrix descriptor's widest swizzle (PTX ISA)."""
+"""Bytes per row of a tensor-core operand's tile: the widest swizzle of a matrix descriptor (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
@@ -53,10 +53,12 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
 
 
 def value_a_row() -> Any:
+    """Return the layout of one value per row of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
 def value_a_column() -> Any:
+    """Return the layout of one value per column of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -103,8 +105,8 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return each of `sums` plus matrix products. `add` takes one accumulator per sum, and adds its products with
-    `wgmma`."""
+    """Return `sums` after adding matrix products to them. `add(*accumulators)` gets one accumulator per sum, to which
+    it adds products with `wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -126,14 +128,14 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in `vector`'s register layout, which a loop's carry must keep."""
+    """Return float32 zeros in `vector`'s register layout. A loop's carry must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return 512, 256, or 128, the largest that divides the arrays' last axis. If the dtypes differ, it is at most 256,
-    two elements per thread. One load has at most 8 bytes, so longer vectors would be distributed over the threads
-    differently per dtype."""
+    """Return the length of the vectors that 128 threads load: 512, 256, or 128, the largest that divides the arrays'
+    last axis. If the dtypes differ, it is at most 256. A thread loads at most 8 bytes at once, so with four elements
+    per thread, the distribution over threads would depend on the dtype."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)

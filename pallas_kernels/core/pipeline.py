@@ -70,7 +70,7 @@ class Ring:
 
     def release(self, step: Any) -> None:
         """Tell the producer warpgroup that this consumer has read the shared memory for loop iteration `step`. If
-        threads loaded it into registers, call `commit_smem` before."""
+        threads loaded the memory into registers, call `commit_smem` before `release`."""
 
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 

@@ -18,11 +18,11 @@ EXAMPLES = 64
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs in a slice of weights: one row of an operand's tile."""
+"""Inputs per slice of the weights: the columns of an operand's tile."""
 PIECE_COLUMNS = 128
 """Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
-"""More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
+"""More slices of weights bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
 """Bytes of shared memory left free. Mosaic's sums across warps and barriers take less than 3 KiB; the rest preserves
 the numbers of stages in docs/lab/2026-11-21-dense.md."""
@@ -34,16 +34,16 @@ class Config:
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the widths, padded to multiples of 32, of an example's rows: x, each hidden layer's outputs and a 1, and
-    the logits. The 1 makes the next layer's db a column of its dw."""
+    """Return the widths of an example's rows, padded to multiples of 32: x, each hidden layer's outputs, and logits.
+    A hidden layer's row has a 1 after the outputs, so that the next layer's db is a column of its dw."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Sizes of a multi-layer perceptron: the number of inputs, then of each layer's outputs. Properties list
-    matrix products as pairs of padded widths, (inputs, outputs)."""
+    """Sizes of a multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. Properties
+    describe each matrix product by a pair of padded widths, (inputs, outputs)."""
 
     sizes: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class Network:
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
         """Return how many stages, at most `_MAX_STAGES`, fit in shared memory next to 64 rows of each width in
-        `operands`. A stage holds the weights from 32 inputs to all outputs, for any (inputs, outputs) in `products`."""
+        `operands`. Each stage can hold the weights from 32 inputs to all outputs of any product in `products`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

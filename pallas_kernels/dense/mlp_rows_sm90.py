@@ -16,13 +16,14 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Register layout for transposing x, which has one column per example, to rows in shared memory. A warp copies 4
-    inputs of 8 examples at a time. It reads one sector per input, and writes without bank conflicts."""
+    """Return the register layout in which `read_columns` transposes x. A warp copies 4 inputs of 8 examples at a time.
+    It reads one sector per input, and writes without bank conflicts."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
+    """Copy columns of x to rows of `operand` in shared memory, at most `loads` slices of 32 inputs at once."""
     count = operand.shape[1] // SLICE
     loads = largest_divisor(count, loads)
 
@@ -54,8 +55,8 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 
 
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
-    """Return `rows` with 0 in all columns from `count` on. Unmasked padding could become NaN, and reach the next layer.
-    With `one`, column `count` is 1, for the next layer's db."""
+    """Return `rows` with 0 in all columns from `count` on. Otherwise, this padding could become NaN, and reach the next
+    layer. With `one`, column `count` is 1, for the next layer's db."""
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 

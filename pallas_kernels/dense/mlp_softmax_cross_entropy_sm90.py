@@ -178,7 +178,6 @@ def _backward(network: Network, *refs: Any, block: Any) -> None:
     for i, layer in enumerate(reversed(range(network.layers))):
         gradient = mask_padding(gradient, network.sizes[layer + 1])
         put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
-        # These loads run during the product.
         h = read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         if i < len(products):
             gradient = stream.multiply(i, refs.operands[layer])
@@ -200,7 +199,7 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of `Σ dy * loss`, for dy `(N,)` and arguments and results of `forward`.
+    """Compute the gradients of `Σ dy * loss`. dy is `(N,)`, and the others are arguments and results of `forward`.
 
     Return the gradients `(N, widths[i])` with respect to the logits and to each hidden layer's sums before ReLU, last
     layer first, then dx `(widths[0], N)`. `widths` is `Network.widths`. Layer i's gradients are zero in the columns
@@ -260,8 +259,8 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Return (loss, logits, hidden) of `forward`, and the gradients that `backward` returns for dy = 1. An invalid
-    label's example has gradients of 0."""
+    """Return (loss, logits, hidden) of `forward`, and the gradients that `backward` returns for dy = 1. An example
+    with an invalid label has gradients of 0."""
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)

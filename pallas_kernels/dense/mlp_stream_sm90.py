@@ -16,8 +16,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return one vector per weight matrix: padded to the (inputs, outputs) in `products`, rounded to TF32, and divided
-    into contiguous slices of 32 inputs."""
+    """Return each weight matrix as a vector of contiguous slices: the weights from 32 inputs to all outputs. They are
+    rounded to TF32, and padded to the (inputs, outputs) in `products`."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -37,8 +37,14 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Weights that TMA copies to shared memory in slices of 32 inputs and all outputs. `products` has each matrix
-    product's (inputs, outputs), in the order of use. `weights` has all slices in device memory."""
+    """Copies of weights to shared memory, one slice at a time: see `slice_weights`.
+
+    Attributes:
+      products: (inputs, outputs) of each matrix product, in the order of use.
+      weights: all slices in device memory.
+      stages: buffers in shared memory for one slice each.
+      loaded: barriers that the copies signal, one per stage.
+    """
 
     products: list[tuple[int, int]]
     weights: Any
@@ -47,6 +53,7 @@ class Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
+        """Each product's slices, numbered over all products."""
         ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 

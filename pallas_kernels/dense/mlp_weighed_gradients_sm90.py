@@ -1,7 +1,7 @@
-"""The gradients of a multi-layer perceptron in a small batch, from dy and the results of `forward_and_gradients`.
+"""Gradients of a multi-layer perceptron for a small batch, from dy and the results of `forward_and_gradients`.
 
-A CTA computes one tile of a layer's dw, with db as a further column, for 128 examples. XLA adds the tiles of all
-examples in a fixed order. Further CTAs compute dx: dy times the gradient of each example's loss with respect to x.
+A CTA computes one tile of a layer's dw for 128 examples. db is a further column of dw. XLA adds the tiles of all
+examples in a fixed order. Further CTAs compute dx.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has one partial sum of each layer's dw per 128 examples. In shared memory, `left (outputs, examples)` has
-    the gradients with respect to a layer's sums before ReLU, times each example's dy. `right (inputs, examples)` has
-    the layer's inputs."""
+    """`sums` has each layer's dw per 128 examples. In shared memory, `left (outputs, examples)` has the gradients with
+    respect to a layer's sums before ReLU, times each example's dy. `right (inputs, examples)` has the layer's
+    inputs."""
 
     dy: Any
     x: Any
@@ -44,8 +44,8 @@ class _WeighedGradients:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Numbers of rows and columns of tiles in each layer's dw. Later layers' inputs contain a 1, so that
-        their dw includes db. x has no 1, so the first layer has one more column of tiles for db."""
+        """Numbers of rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db.
+        Later layers' inputs contain a 1, so that their dw includes db."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -135,14 +135,15 @@ def weighed_gradients(
     sizes: tuple[int, ...],
     config: Config,
 ) -> tuple[Array, ...]:
-    """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
+    """Return dx, then dw and db of each layer in turn: the gradients of `Σ dy * loss`.
 
-    g is the gradient of each example's loss with respect to x, or to a layer's sums before ReLU, and h[n, i] the
-    layer's input i. Return dx, then dw and db of each layer in turn.
+    dx is the dx in `gradients`, times each example's dy. Sums over examples n give each layer's
+    `dw[o, i] = Σ dy[n] g[n, o] h[n, i]` and `db[o] = Σ dy[n] g[n, o]`. g[n, o] is the gradient of example n's loss with
+    respect to the layer's output o before ReLU, and h[n, i] the layer's input i.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
-      x, hidden, gradients: argument and results of `forward_and_gradients`.
+      x, hidden, gradients: argument and results of `forward_and_gradients`. dx is last in `gradients`.
       sizes: numbers of inputs and of each layer's outputs.
     """
     parts = dy.size // LANES

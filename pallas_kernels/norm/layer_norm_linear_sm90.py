@@ -262,7 +262,6 @@ def input_gradient(
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ],
-        # A thread reads data of other warps only after the barrier `sums_stored` or `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",
@@ -328,7 +327,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # Wait for the copy of dx, which started before the copy of x̂.
+                # The copy of dx started before the copy of x̂.
                 plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -382,7 +381,7 @@ class _InputGradient:
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # Both warpgroups have finished their products, so x̂ may overwrite dz in its stage.
+        # After this barrier, x̂ may overwrite dz.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 

@@ -20,8 +20,8 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """LayerNorm's `offset`, mean minus first element, and `inv_std` per row, or references to them. `offset` is None
-    for RMSNorm."""
+    """Statistics per row, or references to them: see `layer_norm.py`. `offset` is the mean minus the row's first
+    element, or None for RMSNorm."""
 
     offset: Any
     inv_std: Any

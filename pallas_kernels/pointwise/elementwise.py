@@ -28,7 +28,7 @@ _WANTED_PROGRAMS = 1024
 ALIGNMENT = 4
 """Elements of float32 per widest access of a thread, 16 bytes."""
 _LONG_ROW = 4 * LANES
-"""Wanted length of rows: 16 bytes of float32 per thread. Earlier axes extend shorter rows."""
+"""Wanted length of rows: 16 bytes of float32 per thread."""
 
 
 @dataclasses.dataclass(frozen=True)

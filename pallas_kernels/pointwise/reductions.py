@@ -105,9 +105,8 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, and `blocks` is 1. Each sum is the total of one row, a number. Along
-    columns, each of `count` matrices is divided into `blocks` blocks of `length` columns. Each sum adds the rows of one
-    block to a vector.
+    Along rows, `count` is the number of rows, `blocks` is 1, and each sum is a number. Along columns, each of `count`
+    matrices is divided into `blocks` blocks of `length` columns. Each sum adds the rows of one block to a vector.
     """
 
     rows: Rows
@@ -123,7 +122,7 @@ class _Sums:
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and column of the first element that iteration `step` adds. Along columns, `row` is the
-        index of a matrix. Its last two blocks may overlap, and `_sums_of_columns` drops the repeated sums."""
+        index of a matrix. Its last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
