@@ -31,7 +31,7 @@ def recomputed(*arrays: Array) -> tuple[Array, ...]:
     """Return floating arrays from which a backward computes values of its forward again, such as `tanh(x)`.
 
     XLA merges equal expressions. On a GPU, it would keep these values from the forward as residuals, so the arrays are
-    multiplied by a 1 whose value XLA does not know. On a CPU, XLA may keep the values, because that is faster.
+    multiplied by a 1 whose value XLA does not know. On a CPU, keeping the values is faster.
     """
 
     def times_one(a):

@@ -1,7 +1,8 @@
 """Backpropagation through many steps with bounded memory.
 
-In scans, the policy "logarithmic" is binomial checkpointing, whose units are segments of about log2(steps) steps. The
-backward of a segment recomputes and keeps the states before all of its steps.
+In scans, the policy "logarithmic" divides the steps into segments of about log2(steps) steps. Binomial checkpointing
+selects the segments before which a state is kept. The backward of a segment recomputes and keeps the states before all
+its steps.
 """
 
 import dataclasses
@@ -47,9 +48,11 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Compute `state = step(state, t)` for each step t. Return the last state, and the kept states for `reverse_scan`.
+    """Compute `state = step(state, t)` for t from 0 to `steps - 1`. Return the last state, and the kept states for
+    `reverse_scan`.
 
-    The policy `memory` selects the steps before which `keep(state)` is kept. It must not be "all".
+    `keep(state)` is the part of a state that is kept. The policy `memory`, which must not be "all", selects the steps
+    before which it is kept.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -78,8 +81,10 @@ def advance(
 def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. Return the last carry. The state
-    before step t comes from `kept`, the second result of `advance`."""
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. Return the last carry.
+
+    `kept` is the second result of `advance`. The state before step t is in `kept`, or `step` recomputes it from there.
+    """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     kept, last = kept
@@ -153,13 +158,15 @@ def _put(kept, slot, state):
 class _Schedule:
     """A plan for the backward of n segments (runs of steps), with memory for few states (slots).
 
+    The backward visits the segments from last to first. Each visit recomputes the state before its segment from the
+    state in a slot.
+
     Attributes:
-      slots: number of slots, without an extra one that receives states that are not kept.
+      slots: the number of slots, without an extra slot for states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: four arrays `(n,)`, with one entry per segment, last segment first: the segment; the slot of the state
-        from which recomputation starts; the segment that begins with this state; and the index in `slots_on_the_way` of
-        the first recomputed segment. The next ones follow there.
-      slots_on_the_way: for each recomputation of a segment, the slot for the state before the segment.
+      visits: four arrays `(n,)`, with one entry per visit: the segment; the slot; the segment that begins with this
+        slot's state; and the visit's first index in `slots_on_the_way`.
+      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
     """
 
     slots: int
@@ -271,8 +278,8 @@ def checkpointed_scan(
     *,
     memory: Memory = "logarithmic",
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory, also for arrays that f closes
-    over.
+    """Return `jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory. Arrays that f closes
+    over have gradients, too.
 
     The policy `memory` decides before which steps the carry is kept for the gradient. For T steps with a carry of c
     bytes, a gradient needs the intermediate results of one step, and::

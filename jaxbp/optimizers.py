@@ -224,8 +224,8 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`, where arrays may not be
-    aligned for a kernel."""
+    """Return a function that calls `kernel` on a GPU, else `plain`. Under `vmap`, it always calls `plain`, because the
+    arrays may not be aligned for a kernel."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

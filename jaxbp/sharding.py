@@ -57,7 +57,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded as JAX shards `autodiff(*arrays)`, an equivalent function. Within `function`,
-    XLA chooses the sharding, because products in a hand-written backward do not declare it."""
+    XLA chooses the sharding, because a hand-written backward does not pass `out_sharding` to its products."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
     )

@@ -56,7 +56,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """Offsets `(rows, columns)`, in pixels, of a pool window's convolution windows from the first of them."""
+        """For each convolution window in a pool window, its distance `(rows, columns)`, in pixels, from the first."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
@@ -65,7 +65,7 @@ class Convolution(ByContent):
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return one netlist of all kernels. Its inputs are one convolution window, in row-major order."""
+        """Return one netlist of all kernels. Its inputs are the bits of one convolution window, in row-major order."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -75,8 +75,10 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the outputs of the kernels, binary trees of gates, for `values (kernels, inputs, ...)`. `of_gates`
-        evaluates one level of the trees."""
+        """Evaluate the kernels, which are binary trees of gates, for inputs `values (kernels, inputs, ...)`.
+
+        Return their outputs. `of_gates(gates, a, b)` evaluates one level of the trees.
+        """
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -86,9 +88,9 @@ class Convolution(ByContent):
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
         """Gather the same elements of every convolution window from x, padded images `(channels, height, width, ...)`.
 
-        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns in a convolution window. Item k
-        of the result has convolution window k of every pool window. Its shape is `(*axes, rows, columns, ...)`, with
-        the rows and columns of the pooled image.
+        `places` are three arrays of one shape `(*axes)`: the channel, row, and column of each element in a convolution
+        window. Return a list with one array per entry of `pooled`. Array k has convolution window k of every pool
+        window. Its shape is `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -103,8 +105,7 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of the netlist `kernels` per convolution window, and the gates of the or-pool.
 
-        x has one number per bit of the image: i if the bit is input i of `gates`, or `inputs + g` if gate g computes
-        it. Return such numbers for the pooled image.
+        x has the source of each bit of the image (see `Netlist`). Return the sources of the pooled image's bits.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

@@ -18,17 +18,17 @@ from jaxbp.logic.gates import GATES
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
 GATES_AT_A_TIME = 4096
-"""About the gates per block of outputs. Their values should fit into the CPU's cache."""
+"""The approximate number of gates per block of outputs. Their values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
 _LEAF = np.array([False, True])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist(ByContent):
-    """Gates in topological order.
+    """A circuit as a list of gates, in which each gate comes after the gates that it reads.
 
-    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth (the number of
-    gates on the longest path from an input), then by function.
+    A source is an input or a gate: number i means input i, and `inputs + g` means gate g. `of` and `from_gates` sort
+    the gates by depth (the number of gates on the longest path from an input), then by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -48,8 +48,7 @@ class Netlist(ByContent):
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
         """Make a netlist from gates, each after the gates that it reads.
 
-        `gates` has the number of each gate's function, 0 to 15. In a, b, and `outputs`, i means input i, and
-        `inputs + g` means gate g.
+        `gates` has the number of each gate's function, 0 to 15. a, b, and `outputs` have sources (see `Netlist`).
 
         Raises:
           ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is out of
@@ -140,7 +139,7 @@ class Netlist(ByContent):
         - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
           the two sources of another gate reads these sources directly.
         - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources.
-          They also do if they have equal truth tables, whose variables are at most ten inputs or other gates.
+        - Gates become one gate if their truth tables are equal. The tables' variables are up to ten inputs or gates.
         - Gates on which no output depends are removed.
         """
         builder = _Builder(self.inputs)
@@ -175,10 +174,10 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the gates in tables of the C code, the row of each output, and the number of rows.
+        """Return the gates as tables of the C code, the row of each output, and the number of rows.
 
-        Row i is memory row `first + i`. Input i is in row i. The outputs are divided into blocks. A table has the gates
-        of equal depth and function whose values are first needed for the same block.
+        Rows are counted from memory row `first`, so that input i is in row i. The outputs are divided into blocks. One
+        table has all gates of equal depth and function whose values are first needed for the same block.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -190,7 +189,6 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Divide the outputs into blocks, and sort the gates by the first block that needs them."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -211,7 +209,6 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        # A row of memory is reused after its value's last read.
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group
@@ -236,16 +233,18 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with the functions `gates` that read the inputs or gates with the numbers a and b. Return the new
-        gates' numbers."""
+        """Add gates with the functions `gates`, which read the sources a and b (see `Netlist`). Return the new gates'
+        sources."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per vector of `inputs`, which has the numbers of the inputs or gates
-        that the copy reads. Return the numbers of the copies' outputs, `(*places, outputs)`.
+        """Add one copy of the gates of `netlist` per vector along the last axis of `inputs`.
+
+        The vector has the sources that the copy reads as inputs. Return the sources of the copies' outputs,
+        `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -262,8 +261,8 @@ class _Builder:
     """A netlist that is simplified while gates are added.
 
     Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
-    and literal `2 * n + 1` its inversion. Gates are in a normal form, so that equal gates are found: a gate reads two
-    nodes, the lower node first, depends on both, and is 0 if both are 0.
+    and literal `2 * n + 1` is its inversion. Gates are in a normal form, so that equal gates are found: a gate reads
+    two nodes in ascending order, depends on both, and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):
@@ -339,7 +338,6 @@ class _Builder:
         for node in reversed(self.gates):
             if node in live:
                 live.update(self._sources(node))
-        # A gate is inverted if only its inversion is an output.
         turned = (inverted - plain) & self.gates.keys()
         source_of = {2 * (1 + i): i for i in range(self.inputs)}  # literal -> source
         gates = []

@@ -27,7 +27,7 @@ EXPRESSIONS = (
     "~({a} & {b})",
     "{one}",
 )
-"""The 16 functions, in operators that C, Verilog, JavaScript, and Python share."""
+"""The 16 functions of two bits, in operators that C, Verilog, JavaScript, and Python share."""
 
 _C = """
 alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
@@ -248,7 +248,7 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function that do not read each other.
 
-    A row of the generated C code's memory holds a value of each of 512 samples. Each gate `(y, a, b)` of
+    A row of the generated C code's memory holds one bit of each of 512 samples. Each gate `(y, a, b)` of
     `gates (n, 3)` reads rows `reads + a` and `reads + b`, and writes row `writes + y`.
     """
 
@@ -259,8 +259,10 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The source of a C function of `(const uint32_t *x, uint32_t *y)`, which evaluates a convolution. x points to row
-    `reads` of the memory, the first of the input image, and y to row `writes`, the first of the output (see `Table`).
+    """The source of a C function that evaluates a convolution.
+
+    Its parameters are `const uint32_t *x` and `uint32_t *y`. x points to memory row `reads` (see `Table`), the first
+    row of the input image. y points to row `writes`, the first row of the output.
     """
 
     function: str
@@ -280,7 +282,7 @@ def c_of_tables(
 ) -> str:
     """Return C99 source that evaluates the tables in order, as described in `Circuit.to_c`.
 
-    The code's memory (see `Table`) has `rows` rows. The first hold the inputs. The others are initially 0.
+    The code's memory (see `Table`) has `rows` rows. The first rows hold the inputs. The others are 0 at first.
     Output i is in row `last + outputs[i]`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])

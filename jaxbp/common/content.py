@@ -9,8 +9,8 @@ import numpy as np
 
 class ByContent:
     """Base of frozen dataclasses that compare arrays by dtype, shape, and bits, so that `jax.jit` compiles once
-    for equal static arguments. The arrays must not change. An object with a tracer, or an array partly on other hosts,
-    is equal only to itself."""
+    for equal static arguments. The arrays must not change. An object is equal only to itself if it contains a tracer,
+    or an array that lies partly on other hosts."""
 
     @functools.cached_property
     def _content(self) -> Any:

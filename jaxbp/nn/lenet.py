@@ -81,7 +81,6 @@ class LeNet(nnx.Module):
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
     def _features(self, images: Array, keep: Keep = lambda name, value: None) -> Array:
-        """Return the input of the dense layers. Call `keep` for each tensor that the backward needs."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
         implementation = self.implementation

@@ -38,8 +38,6 @@ class Layer:
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether Flax computes the call. It does if the op does not support the arrays' dtypes, an option given
-        to the constructor, or an option that is true in `arguments`."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported

@@ -20,11 +20,11 @@ def value_and_gradients(function: Function) -> Callable:
 
 
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
-    """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`
-    along `order - 1` directions, in reverse mode if `reverse`, else in forward mode.
+    """Return a function of `(values, cotangents, directions)` that computes a derivative of `Σ c (y + y²/2)`.
 
-    The results are y, the cotangents c. The square makes `dy = c (1 + y)` depend on y, so that the backward is also
-    differentiated with respect to dy.
+    Here y are the results of `function` at `values`, and c are the `cotangents`. The gradient with respect to `values`
+    is differentiated along the first `order - 1` of `directions`, in forward mode unless `reverse`. The square makes
+    `dy = c (1 + y)` depend on y, so that the backward is also differentiated with respect to dy.
     """
 
     def gradient(values, cotangents):
@@ -66,15 +66,16 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results y (order 0), the gradients of `Σ c y` for cotangents c (order 1), or as `with_square`."""
+        """Return the results y (order 0), the gradients of `Σ c y` for cotangents c (order 1), or the result of
+        `with_square` (higher orders, which alone use `directions`)."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` with respect to `values`, for cotangents c.
+        """Return the gradient of `Σ c (y + y²/2)` with respect to `values`, for the results y and the cotangents c.
 
-        Differentiate it along `order - 1` directions.
+        Above order 1, return the derivative of this gradient along the first `order - 1` of `directions`.
         """
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
@@ -92,8 +93,8 @@ class Derivatives:
     def plain(self, order: int, square: bool = False) -> Callable:
         """Return the function that `jit` compiles for this order.
 
-        Up to order 1, it returns the results y and the gradients of `Σ c y` for cotangents c. With `square`, or above
-        order 1, it returns the same as `with_square`. Above order 1, `with_square` must run first, to select the mode.
+        Up to order 1, it is `value_and_gradients`. With `square`, or above order 1, it computes `with_square`. Above
+        order 1, call `with_square` first, to select the mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

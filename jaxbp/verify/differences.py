@@ -16,11 +16,12 @@ CONVERGED, DIVERGED = 1e-3, 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Finite-difference slopes of `Σ c y`, results y times cotangents c, with respect to single elements of arguments.
+    """Finite-difference slopes of `Σ c y`, for the results y and the cotangents c.
 
     Attributes:
-      central: central differences.
-      low, high: sums over the terms of `Σ c y`. Each term counts with its smaller or its larger one-sided slope.
+      low: the sum of the smaller one-sided slope of each term `c y`.
+      high: the sum of the larger one-sided slope of each term `c y`.
+      right, left: the one-sided slopes of the whole sum.
       noise: the rounding error of `central` if only the results y that the step changes are rounded.
       noise_of_all: the rounding error of `central` if all results y are rounded.
     """
@@ -67,7 +68,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """Return the op's results at `values`, one row per k below `count`.
+        """Return the op's results after single elements of `values` are replaced.
 
         In row k, element `indices[k]` of the flat, joined arguments is `numbers[k]`.
         """
@@ -98,11 +99,13 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the expected gradient, and masks of the elements that finite differences contradict and confirm.
+    """Compare the gradient `autodiff` with the slopes of finite differences, with smaller and smaller steps.
 
-    A slope confirms an element of `autodiff` if they differ by at most `rtol` times the larger one and rounding errors.
-    Slopes replace an element if those of two successive steps agree, but not with autodiff. Other elements keep
-    autodiff's number. Elements that are not finite count as confirmed.
+    Return the expected gradient, and masks of the elements that slopes contradict and confirm.
+
+    - A slope confirms an element if they differ by at most `rtol` times the larger one plus rounding errors.
+    - A slope contradicts and replaces an element if it agrees with the slope of the step before, but not with autodiff.
+    - Other elements keep autodiff's number. Elements that are not finite count as confirmed.
 
     `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding
     error of the differentiated function.
@@ -137,10 +140,10 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return one slope per element, for elements that are not finite in autodiff's gradient.
+    """Return the slopes of finite differences at elements at which autodiff's gradient is not finite.
 
-    A slope is infinite if it grows with smaller steps, and NaN if neither side has a slope or the sides disagree.
-    `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`.
+    A slope is infinite if it grows as the steps shrink. It is NaN if the slopes to the right and to the left differ, or
+    if neither converges. `steps` and `look` are as in `confirmed`.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

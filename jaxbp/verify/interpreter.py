@@ -1,4 +1,4 @@
-"""Run a jaxpr with a rule for each equation. Values are arrays or pytrees of arrays."""
+"""Run JAX programs (jaxprs) with a rule that computes each equation. Values are arrays or pytrees of arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +35,8 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Apply the rule to each equation of a program. `constant` converts its constants to inputs of the rule."""
+    """Run a program by applying `rule` to each equation. `constant` converts each constant of the program to a value
+    that `rule` takes."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -53,10 +54,10 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Apply the rule to the equations inside a call, loop, branch, or `shard_map`. For other equations, return None.
+    """Run a call, loop, branch, or `shard_map` by applying `rule` to the equations inside. For others, return None.
 
-    `constant` is as in `evaluate`. If values are pytrees, the first array of a condition stops a loop, and the
-    first array of an index selects a branch.
+    `constant` is as in `evaluate`. If values are pytrees, their first array decides when a loop stops, or which branch
+    runs.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731

@@ -1,4 +1,5 @@
-"""Decide whether a number beyond the tolerance is a mistake (docs/numerics.md, "What is not a mistake").
+"""Decide whether a number that differs from the reference by more than the tolerance is a mistake
+(docs/numerics.md, "What is not a mistake").
 
 A kink is a point at which the slopes on the two sides differ.
 """
@@ -17,24 +18,24 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets, within the fraction `NEAR` of the data,
-passes."""
+"""An error of up to `ALLOWED` times autodiff's rounding error passes. The rounding error is measured on `SAMPLES` data
+sets that differ from the data by at most the fraction `NEAR`."""
 FACTOR_ELEMENTS = 8
-"""With fewer elements, a common factor proves no mistake."""
+"""The least number of elements for which an error by a common factor counts as a mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 ROUNDINGS = 16
-"""The largest distance of a kink "near" the data, in roundings of its largest element."""
+"""The largest distance of a kink "near" the data, in rounding errors of the largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
-"""The largest distance of a kink "at" the data, relative to its largest element."""
+"""The largest distance of a kink "at" the data, relative to the largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A jump is at most `KINK_WIDTH` times the largest element wide."""
+"""A change of slope is a jump if it happens within `KINK_WIDTH` times the largest element."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """The result or gradient number i of an implementation, `a`, and the expected array `e` from `Judge.verdict`."""
+    """A comparison of result or derivative number i of an implementation, `a`, with the expected array `e`."""
 
     point: Point
     expected: Expected
@@ -56,7 +57,7 @@ class Judge:
     """Comparison of implementations' results and derivatives with a float64 reference.
 
     Args:
-      convention: as `kink_convention` in `check`.
+      convention: `kink_convention` of `check`.
       precision: the forward's dtype if it is less precise than the arguments.
     """
 
@@ -76,7 +77,8 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare `actual`, computed by `checked`, with `expected.arrays[i]`, and return fields of `CheckRow`."""
+        """Compare `actual`, which the implementation `checked` computed, with `expected.arrays[i]`. Return keyword
+        arguments of `CheckRow`."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -103,7 +105,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return masks of the elements to compare, and of elements whose expected number is unknown."""
+        """Return two masks: the elements to compare, and the elements whose expected number is unknown."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
@@ -218,9 +220,9 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return a mask of the elements of the derivative `a` that kinks explain, the reason, and a hint or None.
+        """Return a mask of the elements of the derivative `a` whose errors kinks excuse, the reason, and a hint if any.
 
-        The hint has the slopes at an element that lies at a kink but is not in the mask.
+        The hint has the slopes at a kink that does not excuse an error.
         """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
@@ -265,10 +267,11 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return a mask of the elements of the gradient `a`, from `checked`, that random rounding errors explain.
+        """Return a mask of the elements of the gradient `a` whose errors rounding explains.
 
-        Each of several parts of dy keeps some elements; the others are 0. For each part, the gradient from `checked`
-        must lie within the range of the reference's gradients with random rounding errors.
+        The implementation `checked` computed `a` from dy. Each of several parts of dy keeps some elements; the others
+        are 0. For each part, the gradient by `checked` must lie within the range of the reference's gradients with
+        random rounding errors.
         """
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
@@ -291,7 +294,6 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # At a tie between arguments, a number may move to another gradient, but not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -299,11 +301,11 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return neighbors of `point.values`, and derivatives with respect to argument i.
+        """Return neighbors of `point.values`, and the derivatives there with respect to argument i.
 
-        The last derivative is at `point.values`. In a neighbor, elements move at random by at most the fraction
-        `share` of their array's largest element. At order 1, further neighbors move one element by twice this limit,
-        so that it no longer equals others. In argument i, these elements have the flat indices `places`.
+        The last derivative is at `point.values`. In each neighbor, elements move at random by at most the fraction
+        `share` of their array's largest element. At order 1, further neighbors move one element by twice this limit, to
+        break ties. In argument i, these elements have the flat indices `places`.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -329,13 +331,12 @@ def _is_multiple(a, e, autodiff, held, tolerance):
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
-    # Rounding errors have no common factor.
     factor, own = (abs(float(b[held] @ e[held]) / float(e[held] @ e[held]) - 1) for b in (a, autodiff))
     return factor > tolerance.rtol and own < factor / ALLOWED
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    # At a tie, the gradient may go to another element, but the sum remains.
+    # At a tie, the gradient may go to another element, also of another argument, but the sum remains.
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
         sums, nearby = a.sum(axis, keepdims=True), found.sum(axis + 1, keepdims=True)

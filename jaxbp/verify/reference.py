@@ -30,7 +30,7 @@ MOST_NOT_FINITE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The expected results of an op.
+    """The expected results of an op (order 0), or their expected derivatives of one order.
 
     Attributes:
       arrays: one array per result at order 0, else one per floating argument.
@@ -46,7 +46,7 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op, with expected results and derivatives in float64.
+    """Expected results and derivatives of an op, computed from its forward in float64.
 
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
@@ -124,9 +124,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and gradients. Finite differences confirm about `most` elements per gradient.
+        """Return the expected results and gradients. Finite differences check about `most` elements per gradient.
 
-        `steps` has each argument's step of finite differences, or None as in `Tolerance`.
+        `steps` has the step of finite differences for each argument. None is as in `Tolerance`.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -166,7 +166,7 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return autodiff's second or third derivative, confirmed by finite differences of the next lower one."""
+        """Return the second or third derivative by autodiff, checked by finite differences of the next lower order."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -243,9 +243,9 @@ class Reference:
     ) -> np.ndarray:
         """Return, for each k, how far one element of a derivative jumps on the line from `values` to `ends[k]`.
 
-        The derivative of this order is with respect to argument i. `indices[k]` is the element's flat index. Halve the
-        line `halvings` times, and keep the half in which the element changes more. Return the change on the last piece.
-        A smooth change shrinks with the piece, but a jump remains.
+        The element has the flat index `indices[k]` in the derivative with respect to argument i. Halve the line
+        `halvings` times, and keep the half on which the element changes more. Return the change on the last piece. A
+        smooth change shrinks with the piece, but a jump remains.
         """
         self.derivative(order, values, cotangents, directions)
         if (order, i) not in self._jumps:
@@ -303,10 +303,10 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function from arguments near `values` to the derivative of this order there, as one flat array.
+        """Return a function that takes arguments near `values`, and returns the derivative there as one flat array.
 
-        Differentiate the gradient of `Σ c (y + y²/2)`, for cotangents c, along the `order - 1` directions in `below`.
-        Arguments of `stop_gradient` inside the op keep the values that they have at `values`.
+        `Derivatives.with_square` computes it along the directions `below`. Arguments of `stop_gradient` inside the op
+        keep the values that they have at `values`.
         """
         arguments = list(cotangents), list(below)
         with float64():
@@ -325,7 +325,8 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the first implementation that takes float64, its abstract results, and whether its name is "autodiff"."""
+    """Return the op's first implementation that takes float64, the shapes and dtypes of its results, and whether its
+    name is "autodiff"."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:

@@ -95,7 +95,6 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Replace each magnitude by a number in [0.5, 1], a hash of the magnitude and the seed. Keep the sign."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

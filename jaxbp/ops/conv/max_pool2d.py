@@ -71,8 +71,8 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """Return the element of x that `indices` selects in each window, or 0 if the index exceeds the window. `fill` pads
-    x."""
+    """Return the element of x at the position that `indices` gives for each window, or 0 if a window has no such
+    position. `fill` pads x."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 

@@ -73,7 +73,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the table's gradient by a scatter, which JAX can transpose, unlike a `while_loop`."""
+    # JAX can transpose a scatter, unlike a `while_loop`.
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)

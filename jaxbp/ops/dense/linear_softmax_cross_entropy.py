@@ -119,7 +119,6 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows."""
     # Chunk i has rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)

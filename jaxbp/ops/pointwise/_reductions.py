@@ -113,8 +113,8 @@ def included_count(where, shape, axis, keepdims):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `max(a)` and `Σ exp(a - max(a))`. If all elements are -inf, the sum is 1, so that the gradient is 0."""
     largest, total = largest_and_total(a, axis)
+    # If all elements are -inf, a total of 1 makes the gradient 0.
     return largest, jnp.where(total == 0, 1.0, total)
 
 

@@ -25,7 +25,6 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
-    """Return `x1 ** x2`, with correct autodiff derivatives at x1 = 0."""
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
     # 0 ** 0 has the derivative 0 with respect to the base.

@@ -79,8 +79,8 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """Return `ln x`, with derivative 0 at x = 0, because infinity times 0 would be NaN."""
     at_zero = x == 0
+    # A derivative of infinity at 0, times 0, would be NaN.
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
 

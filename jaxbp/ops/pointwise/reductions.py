@@ -1,7 +1,7 @@
 """Reductions over any axes.
 
-Results have the dtype of a. `axis` is one int, several ints, or None for all axes. The boolean array `where` broadcasts
-to a. An element where it is False is excluded, and has the gradient 0, even if the element is NaN.
+Results have the dtype of the reduced array `a`. `axis` is one int, several ints, or None for all axes. The boolean
+array `where` broadcasts to `a`. An element where it is False is excluded, and has the gradient 0, even if it is NaN.
 """
 
 from collections.abc import Sequence
