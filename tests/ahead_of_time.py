@@ -81,8 +81,7 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Return the number of compiled kernels. A program without kernels is only lowered. A compiler that refuses a
-    kernel raises an error, or LLVM ends the process."""
+    """Return the number of compiled kernels. A program without kernels is only lowered."""
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)

@@ -104,7 +104,7 @@ def confirmed(
     Return the expected gradient, and masks of the elements that slopes contradict and confirm.
 
     - A slope confirms an element if they differ by at most `rtol` times the larger one plus rounding errors.
-    - A slope contradicts and replaces an element if it agrees with the slope of the step before, but not with autodiff.
+    - A slope contradicts and replaces an element if both sides and the step before agree, but not autodiff.
     - Other elements keep autodiff's number. Elements that are not finite count as confirmed.
 
     `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding

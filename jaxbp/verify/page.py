@@ -1,4 +1,4 @@
-"""Make an HTML page that compares implementations."""
+"""An HTML page that compares implementations."""
 
 import io
 from collections.abc import Sequence

@@ -130,13 +130,15 @@ class _Sizes(WindowTiles):
             self.features <= _FEATURES
             # Each product begins one patch row later than the previous product, at a tile of eight operand rows.
             and self.row % 8 == 0
+            # If a pixel takes several operand rows, eight operand rows must be one patch row.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for all pooling windows of 64 examples."""
+        """Estimated clock cycles for all pooling windows of 64 examples. A `wgmma` product takes two cycles per
+        element of the axis over which it sums."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -200,6 +202,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
+        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",

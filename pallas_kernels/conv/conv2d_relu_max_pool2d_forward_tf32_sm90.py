@@ -194,6 +194,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
+        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",

@@ -322,7 +322,7 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all vary along the union of their mesh axes. The cast's transpose
+    """Within shard_map, cast the arrays so that all vary along the union of their varying axes. The cast's transpose
     sums a replicated array's gradient over the devices."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)

@@ -178,6 +178,7 @@ def _backward(network: Network, *refs: Any, block: Any) -> None:
     for i, layer in enumerate(reversed(range(network.layers))):
         gradient = mask_padding(gradient, network.sizes[layer + 1])
         put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
+        # These loads run during the product.
         h = read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         if i < len(products):
             gradient = stream.multiply(i, refs.operands[layer])

@@ -262,6 +262,7 @@ def input_gradient(
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ],
+        # A thread reads data of other warps only after the barrier `sums_stored` or `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="layer_norm_linear_backward_input",

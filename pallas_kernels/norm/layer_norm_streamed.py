@@ -21,7 +21,7 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum bytes for all rings on a multiprocessor: docs/lab/2026-11-21-norm.md."""
+"""Maximum bytes for all rings on a multiprocessor, from sweeps on an H200: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide)."""
 _OVERHEAD_BYTES = 3 * 1024

@@ -143,7 +143,7 @@ class Rows:
 
     Args:
       axis: first axis of a row, by default the earliest for which each array has all elements of a row or only one. If
-        the caller passes an earlier axis, `flatten` broadcasts other arrays to all elements in memory.
+        the caller passes an earlier axis, `flatten` broadcasts other arrays to whole rows in memory.
 
     Attributes:
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.

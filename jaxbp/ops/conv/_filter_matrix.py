@@ -109,7 +109,7 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return the matrix that maps dy in one row of Q pooling windows to dx, and the number of these rows of dx.
+    """Return the matrix that maps dy in one row of Q pooling windows to rows of dx, and their number.
 
     The axes are (c, i, j) of dx, and (k, r, s, q) of dy: channel k, row r, and column s of window q. Elements are
     `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the filter. Windows have S columns.

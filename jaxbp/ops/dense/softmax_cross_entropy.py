@@ -53,7 +53,7 @@ def _examples(where, logits):
 def _included(logits, labels, where):
     """Replace logits and labels that `where` excludes, so that the loss ignores them.
 
-    An integer label of an excluded class becomes invalid, so its loss is NaN.
+    If other classes remain, an excluded class's integer label becomes invalid (loss NaN).
     """
     if where is None:
         return logits, labels

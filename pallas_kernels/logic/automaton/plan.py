@@ -133,7 +133,7 @@ class Plan:
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # Other threads still read these rows.
+            # These rows are still needed.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -162,8 +162,8 @@ class Plan:
 class Table:
     """Location of one of the `ConsumerTables` in the array `consumers` of `tick_backward`.
 
-    The table, `(pairs, lanes)`, begins at index `first`. Each column lists the `consumers` rows of one sum. Each
-    integer packs the indices of two rows.
+    The table, `(pairs, lanes)`, begins at index `first`. Each column lists the `consumers` rows of one sum. Integers
+    pack two row indices, except in `kernel_sums`.
     """
 
     first: int

@@ -342,7 +342,7 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, number of values in the result) of each kernel, and of the reshape in XLA's backward of a pool."""
+    """Yield (scope, result size) of each kernel, and of the reshape in XLA's pool."""
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
     for by, shape, location in step.findall(program):

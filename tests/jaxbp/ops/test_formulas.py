@@ -63,8 +63,7 @@ def public_backward(name, implementation, arrays, dy):
 
 @functools.cache
 def compiled_family(family, implementation, public=False):
-    """Return a jitted function whose result maps names to (results, gradients), and with `public` also to the gradients
-    by the public backward and by the pair."""
+    """The result maps names to (results, gradients), with `public` also to two further gradients."""
 
     def one(name, arrays, cotangents):
         y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))

@@ -1,8 +1,8 @@
 """Differences from JAX and Flax:
 
 - `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count.
-- The default stride of jaxbp's pools is the window. In Flax, it is 1.
-- jaxbp's pools have windows of two axes, with less padding than a window.
+- The default stride of jaxbp's pools is the window, in Flax 1.
+- jaxbp's pools have two axes, and less padding than a window.
 - JAX has no gradient of a dilated maximum.
 """
 
