@@ -39,7 +39,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` concurrent processes, and yield their outcomes in the order of the tasks.
 
-    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds.
+    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds. Raise RuntimeError if a
+    process dies before its first task starts.
     """
     share_gpus()
     children, order = [], collections.deque()

@@ -170,7 +170,7 @@ def train(config: TrainingConfig) -> Metrics:
 
     Raises:
       UserError: for invalid data or settings, or a run directory with other settings.
-      BrokenRun: if the run directory is in use, unwritable, or too damaged to resume.
+      BrokenRun: if the run directory is in use, full, or too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
       Stopped: after Ctrl-C, when the curves have been drawn.
     """

@@ -8,8 +8,8 @@ from jax.interpreters import ad, batching, mlir
 
 
 def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
-    """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis, in
-    `residuals`, too.
+    """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis, also
+    where it is a residual.
 
     A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
     assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error.

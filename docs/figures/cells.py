@@ -123,7 +123,7 @@ def provenance(name: str, report: Report, rates: bool) -> str:
     errors = grouped(compared, lambda row: row.get("peer") or f"`{row['implementation']}`")
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
-        parts.append(f"Largest relative error: {', '.join(largest)}.")
+        parts.append(f"Errors: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
         parts.append("\\*: the device waited for the host, so the device alone would take less time.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])

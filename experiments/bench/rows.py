@@ -1,6 +1,7 @@
 """Measure the rows of the bench's report.
 
-A workload at one batch size has one row per implementation, per baseline, and per peer variant. A baseline is another
+A workload at one batch size has one row per implementation ("pallas" only if a
+kernel of jaxbp runs), per baseline, and per peer variant. A baseline is another
 formulation in plain JAX. A peer is another library, whose variants are ways to compute the workload.
 
 No program compiles while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
@@ -24,7 +25,8 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A timed program takes at least `PROGRAM_SECONDS`, ten times as long as a dispatch, or makes `MOST_CALLS` calls."""
+"""On a GPU, an op's timed program takes at least `PROGRAM_SECONDS`, ten times as long as a dispatch, or makes
+`MOST_CALLS` calls."""
 CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 

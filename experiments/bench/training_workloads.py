@@ -285,10 +285,10 @@ def training(
 
     `optimiser(implementation=...)` makes the optimizer.
     """
-    # With None, jaxbp's optimizer uses Optax where Optax is faster.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
+        # With implementation=None, jaxbp's optimizer uses Optax where Optax is faster.
         update = optimiser(implementation=None if implementation == "pallas" else implementation)
 
     def program(sets):

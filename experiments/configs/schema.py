@@ -17,7 +17,10 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether a value has the annotated type. An integer is also a `float`. A boolean is no number."""
+    """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, or a dict.
+
+    An integer is also a `float`. A boolean is no number.
+    """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return matches(value, args[0])

@@ -14,7 +14,7 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints an op's results and gradients.
+    """Return code that prints an op's results and gradients, or second derivatives.
 
     They are computed by autodiff in float64, by autodiff in the op's dtype, and by the program's implementation.
     """

@@ -29,6 +29,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
 EXPANSION = 4
 SETTLING = 1.2
+"""The longest time that a program runs before it is timed, in seconds."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
 
 

@@ -58,7 +58,7 @@ class Metrics(NamedTuple):
 
 
 MOST_SKIPPED = 50
-"""The largest number of consecutive skipped steps. Far fewer reach the smallest loss scale."""
+"""Consecutive skipped steps that end a run. Far fewer reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
 """A run with a larger mean loss or parameter has diverged. Networks of gates can diverge with a small loss."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
@@ -74,7 +74,7 @@ class Training:
     model: nnx.Module
     constants_checksum: str | None
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`. Overwrites the given state."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> results` on the test set: see `evaluate`."""
     restarted: Callable[[int], TrainState | None]
@@ -154,7 +154,7 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and its loss as a pure function `(params, inputs, targets)`.
 
-    `loss` takes `(model, inputs, targets)`.
+    `loss` takes `(model, inputs, targets)`. Other variables of the model stay constant.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
@@ -171,7 +171,10 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW with gradients clipped to ±clip, and a learning rate with warm-up, `peak`, and cosine decay."""
+    """Return AdamW with gradients clipped to ±clip.
+
+    The learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
+    """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
     return fused_adamw(rate, weight_decay=weight_decay, clip=clip)
@@ -266,8 +269,8 @@ def run(
     state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if a loss is not finite, or if training diverges: see `MOST_SKIPPED` and
-        `MOST_LOSS`.
+      FloatingPointError: after an epoch, if a loss is not finite, or if the mean loss or a parameter is too large. With
+        a loss scale, fewer than `MOST_SKIPPED` consecutive losses may be infinite or NaN.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

@@ -68,7 +68,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """Return the op's results after single elements of `values` are replaced.
+        """Return the op's results after single elements of `values` are replaced, one row per k below `count`.
 
         In row k, element `indices[k]` of the flat, joined arguments is `numbers[k]`.
         """
@@ -104,7 +104,7 @@ def confirmed(
     Return the expected gradient, and masks of the elements that slopes contradict and confirm.
 
     - A slope confirms an element if they differ by at most `rtol` times the larger one plus rounding errors.
-    - A slope contradicts and replaces an element if both sides and the step before agree, but not autodiff.
+    - A slope contradicts and replaces an element if both sides and the step before agree, but autodiff differs.
     - Other elements keep autodiff's number. Elements that are not finite count as confirmed.
 
     `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding

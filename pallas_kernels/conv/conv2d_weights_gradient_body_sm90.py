@@ -1,6 +1,6 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`.
 
-A CTA computes a matrix product of x and `routed`, summed over examples. For `conv2d`, `routed` is dy. Otherwise, it is
+A CTA sums matrix products of x and `routed` over rows and examples. For `conv2d`, `routed` is dy. Otherwise, it is
 dy at the positions of the pooling windows' maxima, and zero elsewhere. Each warpgroup multiplies 64 rows of the left
 operand by the right operand. `Config.images_on_left` says which operand is x.
 

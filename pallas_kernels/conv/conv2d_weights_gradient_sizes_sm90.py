@@ -22,7 +22,7 @@ _RESERVED_BYTES = 27 * 1024
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tile per CTA: `channels` input channels, and `places` positions in each pooling window. The left operand of
-    `wgmma` is x if `images_on_left`, otherwise dy."""
+    `wgmma` is x if `images_on_left`, otherwise `routed`."""
 
     channels: int
     places: int
@@ -58,7 +58,8 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones. Ones follow x's rows in shared memory. Their product with dy yields db."""
+        """Index of the first row of ones. Ones follow x's rows in shared memory. Their product with `routed`
+        yields db."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -128,7 +129,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for one row of pooling windows and one block of examples."""
+        """Estimated clock cycles for one row of pooling windows and one block of examples, summed
+        over the CTAs."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
@@ -157,6 +159,7 @@ class _ConvolutionSizes(Sizes):
         return OPERAND_BYTES * (self.x_rows + self.routed_rows)
 
     def fit(self) -> bool:
+        # dy is copied one channel at a time, in whole tiles of eight rows.
         return self.config.places * self.Q % 8 == 0 and super().fit()
 
 

@@ -134,8 +134,8 @@ def zeros_like(vector: Array) -> Array:
 
 def vector_length(*arrays: Array) -> int:
     """Return the length of the vectors that 128 threads load: 512, 256, or 128, the largest that divides the arrays'
-    last axis. If the dtypes differ, it is at most 256. A thread loads at most 8 bytes at once, so with four elements
-    per thread, the distribution over threads would depend on the dtype."""
+    last axis. If the dtypes differ, it is at most 256. A thread loads at most 8 bytes at once in Mosaic's default
+    layout, so with four elements per thread, the distribution over threads would depend on the dtype."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)

@@ -122,7 +122,7 @@ class _Sums:
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and column of the first element that iteration `step` adds. Along columns, `row` is the
-        index of a matrix. Its last two blocks may overlap."""
+        index of a matrix. Its last two blocks may overlap, and `_sums_of_columns` drops the repeated sums."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length

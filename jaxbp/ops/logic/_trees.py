@@ -98,6 +98,8 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
+        """Return the pixels that a leaf reads if its tree is at position (u, v) of each pooling window: one per pooling
+        window and example, `(height, width, N)`. `leaf` is a channel, and a row and a column in the tree's window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)

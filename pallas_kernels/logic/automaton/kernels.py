@@ -32,7 +32,8 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state, clipped to [0, 1].
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, layer by layer. Zeros pad each layer.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row per gate, in the order of
+        `wires`. Zeros pad each layer.
       wires: `(plan.gates,)` int32, one `a + (b << 16)` per row of shared memory for a gate's outputs. a and b are the
         indices of the rows with the gate's inputs, as in `plan.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.

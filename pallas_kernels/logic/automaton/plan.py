@@ -7,7 +7,8 @@ At each tick, a cell runs two parts of an automaton, each with layers of gates:
 
 A row has one float32 per cell, for up to four cells (a slice). The rows of the inputs come first, in the order
 (position in the neighborhood, channel). The rows of the gates' outputs follow layer by layer. Within a perception
-layer, they are in the order (gate, kernel, channel). A row is reused as soon as no later layer reads it.
+layer, they are in the order (gate, kernel, channel). Gates' rows are reused as soon as no later step reads
+them.
 """
 
 import dataclasses

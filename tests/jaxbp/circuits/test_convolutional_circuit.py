@@ -138,7 +138,6 @@ def test_one_netlist_has_all_places(name):
 
 def test_gates_are_counted_once_a_kernel_and_once_a_place():
     assert FIRST.gates == 5 * 7 + 4 * 3 + 50
-    # Pools cover 6 x 6 of the first layer's positions, and 2 x 2 of the second's.
     assert FIRST.placed_gates == 5 * (36 * 7 + 9 * 3) + 4 * (4 * 3 + 2 * 1) + 50
     (first, second), layers = PARTS["padding and pools that leave a row over"][1:]
     counted = [np.bincount(np.ravel(part[0]), minlength=16).tolist() for part in (first, second, *layers)]

@@ -7,7 +7,6 @@ from helpers import assert_close, draw_cotangents, value_and_gradients
 
 import jaxbp
 
-# The input, the arguments, and whether an average counts the zeros of the padding.
 CALLS = [
     (IMAGES, ((2, 3),), True),
     (IMAGES, ((3, 2), (2, 1), "SAME"), False),

@@ -49,7 +49,6 @@ def pooled_shapes(block, N=LANES):
     return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
 
 
-# "image" and "lenet1" have tiles of image rows. The other blocks have tiles of rows of the routed gradient.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),

@@ -13,7 +13,6 @@ from pallas_kernels.norm.row_stream import Config
 
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 
-# Rows per warp or warpgroup, a partial last group, a ring of two stages.
 CASES = {
     "warps": ((37, 256, "float32"), dict(rows=8)),
     "warps, half precision, ring of two": ((21, 384, "bfloat16"), dict(rows=4, stages=2)),

@@ -44,7 +44,6 @@ def check(results, scalars, changed, constant):
             np.testing.assert_allclose(np.asarray(new[i], np.float64), reference, rtol=tolerance, atol=tolerance)
 
 
-# In the simulator, unwritten memory is NaN. Reads out of bounds and two CTAs that write one element raise.
 @pytest.mark.parametrize("accesses", [1, 2])
 def test_every_element_of_every_array_is_updated_in_the_simulator(accesses):
     arrays = drawn()

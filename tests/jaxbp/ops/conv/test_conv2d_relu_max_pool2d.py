@@ -82,7 +82,6 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     np.testing.assert_array_equal(db, np.zeros(2))
 
 
-# Tensor cores pay for the first batch, products with the filter matrix only for the second.
 LARGE, LARGER = (((N, 16, 1, 4), (N, 2, 6, 12), (16, 2, 5, 5)) for N in (2048, 8192))
 
 

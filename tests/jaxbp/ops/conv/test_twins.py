@@ -134,7 +134,6 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
 def test_a_mean_counts_the_padding_but_not_what_ceil_mode_adds(implementation):
     options = dict(stride=2, padding=1, ceil_mode=True, implementation=implementation)
     y = jaxbp.avg_pool2d(jnp.full((1, 1, 4, 4), 36.0), 3, **options)
-    # The last window has an element, a zero, and a position that is not counted.
     np.testing.assert_allclose(y[0, 0], 36 * np.outer([2 / 3, 1, 1 / 2], [2 / 3, 1, 1 / 2]), rtol=1e-6)
 
 
