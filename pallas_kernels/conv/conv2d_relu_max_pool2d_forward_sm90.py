@@ -130,7 +130,7 @@ class _Sizes(WindowTiles):
             self.features <= _FEATURES
             # Each product begins one patch row later than the previous product, at a tile of eight operand rows.
             and self.row % 8 == 0
-            # If a pixel takes several operand rows, eight operand rows must be one patch row.
+            # If a pixel takes several operand rows, eight of them must be a patch row.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)

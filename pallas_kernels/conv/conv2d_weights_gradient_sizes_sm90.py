@@ -131,7 +131,7 @@ class Sizes:
     def clocks(self) -> int:
         """Estimated clock cycles for one row of pooling windows and one block of examples, summed
         over the CTAs."""
-        # Two per column of each product, one per 24 loaded bytes.
+        # Two per column of products, one per 24 loaded bytes.
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
