@@ -342,7 +342,7 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, result size) of each kernel, and of the reshape in XLA's pool."""
+    """Yield (scope, result size) of each kernel, and of XLA's reshape."""
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
     for by, shape, location in step.findall(program):

@@ -43,7 +43,7 @@ def expected(logits, labels, dy, b, classes, label_smoothing, z_loss, softcap):
 @pytest.mark.parametrize(
     ("columns", "classes", "bias", "options", "config"),
     [
-        (384, 384, False, PLAIN, Config(128, 1, 2)),  # three vectors, and the last again
+        (384, 384, False, PLAIN, Config(128, 1, 2)),  # three vectors, the last twice
         (1280, 1280, False, PLAIN, Config(128, 4, 2)),  # 3, 3, 2, 2 vectors
         (512, 500, True, OPTIONS, Config(256, 2, 1)),  # the end is no class
         (128, 1, True, OPTIONS, Config(128, 1, 1)),
