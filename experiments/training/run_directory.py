@@ -95,7 +95,7 @@ class RunDirectory:
 
         Raises:
           UserError: if no run with these settings can be resumed, or if a new run's directory is not empty.
-          BrokenRun: if another process uses the run to resume, or all its checkpoints are corrupt.
+          BrokenRun: if another process uses the directory, or all checkpoints to resume from are corrupt.
         """
         if not self.config.resume:
             _check_is_free(self._path)

@@ -104,7 +104,8 @@ def confirmed(
     Return the expected gradient, and masks of the elements that slopes contradict and confirm.
 
     - A slope confirms an element if they differ by at most `rtol` times the larger one plus rounding errors.
-    - A slope contradicts and replaces an element if both sides and the step before agree, but autodiff differs.
+    - A slope contradicts and replaces an element if its one-sided slopes and the previous step agree, but autodiff
+      differs.
     - Other elements keep autodiff's number. Elements that are not finite count as confirmed.
 
     `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding

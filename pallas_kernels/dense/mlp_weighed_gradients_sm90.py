@@ -22,8 +22,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw per 128 examples. In shared memory, `left (outputs, examples)` has the gradients with
-    respect to a layer's sums before ReLU, times each example's dy. `right (inputs, examples)` has the layer's
+    """`sums` has each layer's dw per 128 examples. In shared memory, `left (outputs, examples)` has dy times the
+    losses' gradients with respect to a layer's outputs before ReLU, and `right (inputs, examples)` the layer's
     inputs."""
 
     dy: Any
