@@ -132,6 +132,11 @@ def test_the_formula_sheet_follows_the_docstrings(formula_sheet, monkeypatch):
     assert "Another formula, $y = x$." in page and "Source: nowhere, 1999." in page and "numbers" not in page
 
 
+def test_the_formula_sheet_shows_a_shape_for_each_array_of_a_pair(formula_sheet):
+    page = formula_sheet.pages()["batch_norm"]
+    assert "`running`: `(channels)`, `(channels)`\n" in page
+
+
 def test_the_titles_of_the_formula_sheet_are_no_sentences(formula_sheet):
     titles = [page.partition("\n")[0] for page in formula_sheet.pages().values()]
     assert titles and not [title for title in titles if ". " in title or title.endswith(".")]

@@ -120,6 +120,14 @@ def leave_temporary_file(run_dir):
     (run_dir / ".curves.png.1234.jaxbp-tmp").write_bytes(b"half a pic")
 
 
+def test_a_checkpoint_must_have_the_metrics_of_each_epoch_once(whole_run):
+    checkpoint = run_directory.newest(whole_run)
+    first, *rest = checkpoint.metrics
+    for metrics in (rest, [first, first, *rest]):
+        with pytest.raises(BrokenRun, match="lacks or repeats the metrics"):
+            run_directory._metrics(dataclasses.replace(checkpoint, metrics=metrics))
+
+
 REMAINS = [tear_metrics, leave_unfinished_checkpoint, leave_temporary_file]
 
 
