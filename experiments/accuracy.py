@@ -29,7 +29,7 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 class Place:
     """A change of an op's random arguments: each value v becomes `offset + scale * v`.
 
-    `argument` names the changed argument. "all" stands for all arguments except `dy`, weights, and integers.
+    `argument` names the changed argument. "all" means all arguments except `dy`, weights, and integers.
     """
 
     offset: float

@@ -46,7 +46,7 @@ class Program:
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the op's derivative at kinks, such as relu's at 0, must be that of the float64 reference."""
+        """Whether the op and the float64 reference must have equal derivatives at kinks, such as relu's at 0."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:

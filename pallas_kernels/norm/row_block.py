@@ -98,7 +98,7 @@ class Block:
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns `compute()`. If each warp has its own row, every call runs
+        """Return a function that returns `compute()`. If each warp has a separate row, every call runs
         `compute` again, to save registers. Otherwise, `compute` runs once."""
         if self.row_per_warp:
             return compute

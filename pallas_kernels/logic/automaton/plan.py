@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros. In `ConsumerTables`, it stands for the missing terms of shorter sums."""
+        """Index of a row of zeros. In `ConsumerTables`, it replaces the missing terms of shorter sums."""
         return self.neighbourhood
 
     @functools.cached_property

@@ -63,7 +63,8 @@ def public_backward(name, implementation, arrays, dy):
 
 @functools.cache
 def compiled_family(family, implementation, public=False):
-    """The result maps names to (results, gradients), with `public` also to two further gradients."""
+    """The result maps names to (results, gradients), with `public` also to the gradients by the public backward and the
+    pair."""
 
     def one(name, arrays, cotangents):
         y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
