@@ -1,14 +1,14 @@
-"""A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
+"""The schedule of a matrix product on Hopper's tensor cores: tiles per CTA, and a warp-specialized pipeline.
 
-A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
-ping-pong and cooperative schedules. A cluster's two CTAs compute two tiles, one below the other. Each copies half of
-each block of the right operand, and multicasts it to both.
+The body of a kernel calls `Product.run`. `docs/kernels/dense.md` describes the data flow and its ping-pong and
+cooperative schedules. A cluster's two CTAs compute two tiles, one below the other. Each copies half of each block of
+the right operand, and multicasts it to both.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,12 +19,10 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import check_divides
 
-ITEM_BYTES = 2
-STEP = OPERAND_BYTES // ITEM_BYTES
-"""Elements of the summed axis per step: one row of an operand's tile."""
-
 CONSUMERS = 2
-"""Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
+"""Consumer warpgroups per CTA."""
+_MAX_SUMS = 64 * 256
+"""Sums that fit in the registers of a consumer."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A producer and two consumer threads share 512."""
@@ -38,7 +36,8 @@ and docs/lab/2026-11-24-dense.md (forward)."""
 class Config:
     """Tiles of `rows` x `columns`. The summed axis is divided into `splits` parts, each with a separate result
     (split-K). CTAs compute the result in vertical blocks, `raster` tiles wide; 0 means a single block. A cluster has 1
-    or 2 CTAs."""
+    or 2 CTAs. A tile has one consumer in the ping-pong schedule, which needs equally many steps for all tiles, else
+    two."""
 
     rows: int
     columns: int
@@ -46,14 +45,16 @@ class Config:
     splits: int = 1
     cluster: int = 1
     raster: int = 0
+    consumers: int = CONSUMERS
 
     def clustered(self, columns: int) -> "Config":
         # Concurrent tiles then form a square, and share operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
-        return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
+        return dataclasses.replace(self, cluster=2, raster=largest_divisor(-(-columns // self.columns), width))
 
 
 class _Tile(NamedTuple):
+    batch: Any
     split: Any
     row: Any
     column: Any
@@ -69,26 +70,33 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
+    """`batch` products with results of `rows` x `columns`, each a sum over `summed_size` elements."""
+
     config: Config
     rows: int
     columns: int
     summed_size: int
+    dtype: Any
     multiprocessors: int
-
-    consumers: ClassVar[int] = CONSUMERS
-    """Consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, else two."""
+    batch: int = 1
 
     def check(self, kernel: str) -> None:
-        check_divides(kernel, "columns", self.config.columns, self.columns)
         check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
+        if self.consumer_rows * self.config.columns > _MAX_SUMS:
+            raise ValueError(f"{kernel}: config is {self.config}; wants at most {_MAX_SUMS} sums per consumer")
 
     @property
     def turns(self) -> int:
-        return CONSUMERS // self.consumers
+        return CONSUMERS // self.config.consumers
+
+    @property
+    def step(self) -> int:
+        """Elements of the summed axis per step: one row of an operand's tile."""
+        return OPERAND_BYTES // jnp.dtype(self.dtype).itemsize
 
     @property
     def steps(self) -> int:
-        return -(-self.summed_size // STEP)
+        return -(-self.summed_size // self.step)
 
     @property
     def tile_rows(self) -> int:
@@ -96,11 +104,11 @@ class Product:
 
     @property
     def tile_columns(self) -> int:
-        return self.columns // self.config.columns
+        return -(-self.columns // self.config.columns)
 
     @property
     def tiles(self) -> int:
-        return self.config.splits * self.tile_rows * self.tile_columns
+        return self.batch * self.config.splits * self.tile_rows * self.tile_columns
 
     @property
     def clusters(self) -> int:
@@ -108,7 +116,7 @@ class Product:
 
     @property
     def consumer_rows(self) -> int:
-        return self.config.rows // self.consumers
+        return self.config.rows // self.config.consumers
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -124,21 +132,23 @@ class Product:
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
-        free = barrier(num_arrivals=self.consumers, num_barriers=self.config.stages)
+        free = barrier(num_arrivals=self.config.consumers, num_barriers=self.config.stages)
         return [plgpu.Barrier(num_arrivals=2, num_barriers=self.turns * self.config.stages), free]
 
     def tile(self, index: Any, cta: Any) -> _Tile:
         config, steps, tiles = self.config, self.steps, self.tile_rows * self.tile_columns
-        split, index = quotient(index, tiles), remainder(index, tiles)
+        part, index = quotient(index, tiles), remainder(index, tiles)
+        batch, split = quotient(part, config.splits), remainder(part, config.splits)
         row, column = _raster(index, self.tile_rows, config.raster or self.tile_columns)
         first, end = (quotient(n * steps, config.splits) for n in (split, split + 1))
-        return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
+        row, start = (row * config.cluster + cta) * config.rows, column * config.columns
+        return _Tile(batch, split, row, start, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
-        return warpgroup * self.consumer_rows if self.consumers > 1 else 0
+        return warpgroup * self.consumer_rows if self.config.consumers > 1 else 0
 
     def run(
         self,
@@ -151,7 +161,7 @@ class Product:
         cta: Any = 0,
     ) -> None:
         """Run this warpgroup as producer or consumer, with the registers for its role. A step of the loop multiplies
-        `STEP` elements of the summed axis.
+        `step` elements of the summed axis.
 
         Args:
           ring: `ring.copy(count, stage, barrier, tile, step)` copies a tile's operands for a step. `count` numbers the

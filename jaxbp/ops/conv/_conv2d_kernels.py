@@ -9,6 +9,7 @@ from jax import lax
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.conv import _filter_matrix
 from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
+from jaxbp.ops.dense import _products as products
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
@@ -17,7 +18,7 @@ from pallas_kernels.core.layouts import LANES
 
 def forward_product(x, w, b, output_size, **options):
     matrix = _matrix(w, x.shape[2:], output_size, **options)
-    y = _filter_matrix.times_matrix(x, matrix, precision=options["precision"])
+    y = products.formula(x.reshape(len(x), -1), matrix, precision=options["precision"], dtype=x.dtype)
     y = y if b is None else y + jnp.repeat(b, math.prod(output_size))[None]
     return y.reshape(x.shape[0], w.shape[0], *output_size)
 
@@ -34,11 +35,16 @@ def product_pays(w, input_size, output_size, precision):
 
 
 def input_gradient(dy, w, *, input_size, **options):
-    if not product_pays(w, input_size, dy.shape[2:], options["precision"]):
+    pays = product_pays(w, input_size, dy.shape[2:], options["precision"])
+    if not pays or not products.has_tensor_core_kernel(dy.dtype):
         return _input_gradient_exact(dy, w, input_size=input_size, **options)
-    matrix = _matrix(w, input_size, dy.shape[2:], **options)
-    dx = _filter_matrix.times_matrix(dy, matrix, transposed=True, precision=options["precision"])
-    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
+    return input_gradient_product(dy, w, product=products.kernel, input_size=input_size, **options)
+
+
+def input_gradient_product(dy, w, *, product=products.formula, input_size, **options):
+    matrix, rows = _matrix(w, input_size, dy.shape[2:], **options), dy.reshape(len(dy), -1)
+    dx = product(rows, matrix, transposed=(False, True), precision=options["precision"], dtype=dy.dtype)
+    return dx.reshape(len(dy), w.shape[1], *input_size)
 
 
 def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, groups, precision):

@@ -47,13 +47,6 @@ def filter_matrix(
     return matrix.transpose(1, 2, 3, 0, 4, 5).reshape(C * math.prod(input_size), K * math.prod(output_size))
 
 
-def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
-    contracted = ((1,), (int(transposed),)), ((), ())
-    y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(images.dtype)
-
-
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
 """In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""

@@ -2,7 +2,7 @@
 
 import functools
 
-from jax import Array
+from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
@@ -36,16 +36,20 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
 _LIBRARY = DefaultImplementation(gpu="xla")
 
 
-def _defaults(w, input_size, output_size, precision):
-    return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
-
-
 def _default_forward(x, w, b, **options):
-    return _defaults(w, x.shape[2:], output_size(x.shape[2:], w.shape[2:], **options), options["precision"])
+    size = output_size(x.shape[2:], w.shape[2:], **options)
+    pays = kernels.product_pays(w, x.shape[2:], size, options["precision"])
+    return DefaultImplementation() if pays else _LIBRARY
 
 
 def _default_input_gradient(dy, w, *, input_size, precision, **options):
-    return _defaults(w, input_size, dy.shape[2:], precision)
+    options |= dict(input_size=input_size, precision=precision)
+    formula = functools.partial(formulas.input_gradient_formula, **options)
+    if not kernels.product_pays(w, input_size, dy.shape[2:], precision):
+        return formula(dy, w)
+    # cuBLAS computes this product faster than the kernel.
+    product = functools.partial(kernels.input_gradient_product, **options)
+    return lax.platform_dependent(dy, w, cuda=product, default=formula)
 
 
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
@@ -60,8 +64,8 @@ _INPUT_GRADIENT = _part(
         "autodiff": formulas.input_gradient_autodiff,
         "xla": formulas.input_gradient_formula,
         "pallas": differentiable(kernels.input_gradient, formulas.input_gradient_formula, batched(0)),
+        None: _default_input_gradient,
     },
-    default=_default_input_gradient,
 )
 _WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
@@ -141,7 +145,8 @@ def conv2d(
       dimension_numbers: the layouts of x, w, and y, by default ("NCHW", "OIHW", "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
         then spread over the image's whole result.
-      implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
+      implementation: "pallas" supports no dilation and no groups. It computes y with cuDNN or cuBLAS, and gradients
+        with kernels.
       padding, dimension_numbers, precision: also as in `jax.lax.conv_general_dilated`.
 
     Returns:

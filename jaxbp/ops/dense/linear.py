@@ -5,17 +5,14 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
-from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.ops.dense import _products as products
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair
 from jaxbp.sharding import batched
-from pallas_kernels.core.launch import batch_first, batch_last
-from pallas_kernels.dense import linear as kernels
 
 
 def _forward(x, w, b, *, precision):
@@ -32,13 +29,13 @@ def _gradients(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    if on_tensor_cores(x.dtype, precision):
-        return _gradients(dy, x, w, b, precision=precision)
-    rows = math.prod(x.shape[:-1])
-    dy_last, x_batch_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
-    dw = kernels.weight_gradient(dy_last, x_batch_last).astype(w.dtype)
-    db = None if b is None else kernels.bias_gradient(dy_last).astype(b.dtype)
-    return batch_first(kernels.input_gradient(dy_last, w), rows).reshape(x.shape), dw, db
+    rows_dy, rows_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    options = dict(precision=precision, dtype=x.dtype)
+    dx = products.kernel(rows_dy, w, **options).reshape(x.shape)
+    if b is None:
+        return dx, products.kernel(rows_dy, rows_x, transposed=(True, False), **options), None
+    dw, db = products.parameter_gradients_kernel(rows_dy, rows_x, **options)
+    return dx, dw, db.astype(b.dtype)
 
 
 _LINEAR = Pair(
@@ -48,7 +45,7 @@ _LINEAR = Pair(
     linear_in=[(0, 2), (1, 2)],
     batch_axes=batched(0, 1),
     unsupported=checks.unsupported_dtype,
-    # In full float32, too, cuBLAS is faster than the kernels.
+    # cuBLAS is faster than the kernels: docs/kernels/dense.md.
     default=DefaultImplementation(gpu="xla"),
     jit=True,
 )
@@ -66,8 +63,8 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS, but runs jaxbp's kernels for gradients in exact float32
-        (`precision="highest"`).
+      implementation: "pallas" computes y with cuBLAS, and gradients with kernels, in float32 with products in TF32
+        unless precision is "highest".
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -115,14 +112,3 @@ def forward_in_float32(
     """Return `x wᵀ + b` in x's dtype, summed in float32."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)
-
-
-def parameter_gradients_in_float32(
-    dy: Float[AnyArray, "rows out_features"],
-    x: Float[AnyArray, "rows in_features"],
-    *,
-    dtype: DTypeLike | None = None,
-) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return dw in `dtype` (x's dtype if None), and db in float32, both summed in float32."""
-    dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
-    return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,7 +1,7 @@
 """Products of vectors and matrices, and the transpose.
 
-Arguments and dtypes are as in `jax.numpy`. With `implementation="pallas"`, `matmul` and `dot` call cuBLAS, but run
-jaxbp's kernels for gradients in exact float32 (`precision="highest"`).
+Arguments and dtypes are as in `jax.numpy`. With `implementation="pallas"`, cuBLAS computes `matmul` and `dot`, and
+kernels compute their gradients, in float32 with products in TF32 unless precision is "highest".
 """
 
 import math
@@ -17,36 +17,11 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
-from jaxbp.common.numerics import on_tensor_cores, upcast, wide
+from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import fused_pair
-from jaxbp.pairing import Implementation, Op, per_implementation
-from pallas_kernels.core.launch import batch_first, batch_last
-from pallas_kernels.dense import linear as kernels
+from jaxbp.ops.dense._products import PRODUCT
+from jaxbp.pairing import Implementation, per_implementation
 from pallas_kernels.pointwise.reductions import sum_over
-
-
-def _product(a, b, *, precision):
-    # The caller may sum the product over batch axes.
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
-
-
-def _product_kernel(a, b, *, precision):
-    if on_tensor_cores(a.dtype, precision):
-        return _product(a, b, precision=precision)
-    if a.ndim > 2:
-        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        a, b = (jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
-        return jax.vmap(_matrix_product_kernel)(a, b).reshape(*batch, a.shape[-2], b.shape[-1])
-    return _matrix_product_kernel(a, b)
-
-
-def _matrix_product_kernel(a, b):
-    if 0 in (a.shape[0], *b.shape):
-        return jnp.dot(a, b)
-    return batch_first(kernels.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
-
-
-_PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
@@ -56,17 +31,24 @@ def _matrices(a, b):
 
 
 def _matmul_gradients(dy, a, b, **options):
+    if b.ndim <= 2:
+        return _dot_gradients(dy, a, b, **options)
     m, n = _matrices(a, b)
     dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
-    da = _PRODUCT(dy, jnp.swapaxes(n, -1, -2), **options)
-    db = _PRODUCT(jnp.swapaxes(m, -1, -2), dy, **options)
-    da, db = _over_batch(da, m).reshape(a.shape), _over_batch(db, n).reshape(b.shape)
-    return da.astype(a.dtype), db.astype(b.dtype)
+    da = _over_batch((dy, n), m, transposed=(False, True), **options)
+    db = _over_batch((m, dy), n, transposed=(True, False), **options)
+    return da.reshape(a.shape), db.reshape(b.shape)
 
 
-def _over_batch(gradient, matrices):
-    axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
-    return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
+def _over_batch(factors, matrices, **options):
+    """Return the product of `factors` in the dtype of `matrices`, summed over the axes along which they are
+    broadcast."""
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in factors))
+    axes = tuple(i for i, size in enumerate(batch) if matrices.shape[i] != size)
+    if not axes:
+        return PRODUCT(*factors, dtype=matrices.dtype, **options)
+    # Products are rounded after the sum.
+    return jnp.sum(PRODUCT(*factors, **options), axis=axes, keepdims=True).astype(matrices.dtype)
 
 
 def _as_matrices(a, b):
@@ -77,7 +59,8 @@ def _as_matrices(a, b):
 def _dot_gradients(dy, a, b, **options):
     m, n = _as_matrices(a, b)
     dy = dy.reshape(m.shape[0], n.shape[1])
-    da, db = (_PRODUCT(*two, **options).astype(a.dtype) for two in ((dy, n.T), (m.T, dy)))
+    da = PRODUCT(dy, n, transposed=(False, True), dtype=a.dtype, **options)
+    db = PRODUCT(m, dy, transposed=(True, False), dtype=b.dtype, **options)
     inner = -2 if b.ndim > 1 else 0
     return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
 

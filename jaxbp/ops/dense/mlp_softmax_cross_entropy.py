@@ -15,9 +15,10 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.ops.dense import _products as products
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
-from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.sharding import Axes, BatchAxes
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
+from jaxbp.sharding import Axes, BatchAxes, batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
@@ -44,21 +45,21 @@ def rows(x, labels, weights, biases, *, precision=None):
     return losses(z, labels), z, tuple(hidden[:-1])
 
 
-def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
+def row_gradients(dy, labels, logits, hidden, weights, *, precision=None, multiply=products.formula):
     """Return the gradients with respect to the logits, each hidden layer before ReLU (the last layer first), and x."""
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
-        gradient = jnp.matmul(gradient, w, precision=precision)
+        gradient = multiply(gradient, w, precision=precision, dtype=gradient.dtype)
         if h is not None:
             gradient = jnp.where(h > 0, gradient, 0)
         gradients.append(gradient)
     return tuple(gradients)
 
 
-def _layer_gradients(gradients, inputs, precision=None):
+def _layer_gradients(gradients, inputs, precision=None, multiply=products.formula):
     for dz, h in zip(gradients, inputs, strict=True):
-        yield jnp.matmul(dz.T, h, precision=precision)
+        yield multiply(dz, h, transposed=(True, False), precision=precision, dtype=dz.dtype)
         yield jnp.sum(dz, axis=0)
 
 
@@ -76,10 +77,10 @@ def _save(x, labels, *layers, precision):
     return _results(loss, logits), (Rows(x, labels, logits, hidden, layers[::2]),)
 
 
-def _gradients(dy, saved, *, precision):
+def _gradients(dy, saved, *, precision, multiply=(products.formula, products.formula)):
     x, *arrays = saved
-    *gradients, dx = row_gradients(dy, *arrays, precision=precision)
-    return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision)
+    *gradients, dx = row_gradients(dy, *arrays, precision=precision, multiply=multiply[0])
+    return dx, None, *_layer_gradients(reversed(gradients), (x, *saved.hidden), precision, multiply[1])
 
 
 class WideRows(NamedTuple):
@@ -158,17 +159,28 @@ def _lanes_of_gradients(dy, x_batch_last, hidden, gradients):
     return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
 
 
+_PRODUCTS = [differentiable(products.kernel, products.formula, batched(*places)) for places in ((0,), (0, 1))]
+"""Products with the weights of a layer, and sums over examples."""
 _WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
 _WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
 _WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
 _WEIGHED_GRADIENTS = _with_kernel(mlp_weighed_gradients_sm90.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
 
 
-def _save_kernel(x, labels, *layers, precision):
+def _has_kernel(x, labels, *layers, precision):
     weights, biases = layers[::2], layers[1::2]
     lanes = jax.eval_shape(_lanes, x, labels, weights)
-    exact = not on_tensor_cores(x.dtype, precision)
-    if exact or len(x) == 0 or kernels.forward.unsupported(*lanes, weights, biases):
+    tensor_cores = on_tensor_cores(x.dtype, precision) and len(x) > 0
+    return tensor_cores and kernels.forward.unsupported(*lanes, weights, biases) is None
+
+
+def _default(*arrays, **options):
+    return DefaultImplementation(gpu="pallas" if _has_kernel(*arrays, **options) else "xla")
+
+
+def _save_kernel(x, labels, *layers, precision):
+    weights, biases = layers[::2], layers[1::2]
+    if not _has_kernel(x, labels, *layers, precision=precision):
         return _save(x, labels, *layers, precision=precision)
     x_batch_last, labels_last = _lanes(x, labels, weights)
     arrays = x_batch_last, labels_last, weights, biases
@@ -185,7 +197,7 @@ def _save_kernel(x, labels, *layers, precision):
 
 def _gradients_kernel(dy, saved, *, precision):
     if isinstance(saved, Rows):
-        return _gradients(dy, saved, precision=precision)
+        return _gradients(dy, saved, precision=precision, multiply=_PRODUCTS)
     if isinstance(saved, WideRows):
         dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
     else:
@@ -201,9 +213,9 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
     layers = []
     for w, dz, h in zip(saved.weights, reversed(gradients), (x_batch_last.T, *saved.hidden), strict=True):
         outputs, inputs = w.shape
-        products = jnp.matmul(dz.T, h, precision=precision)[:outputs]
-        db = products[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
-        layers += [products[:, :inputs], db]
+        dw = jnp.matmul(dz.T, h, precision=precision)[:outputs]
+        db = dw[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
+        layers += [dw[:, :inputs], db]
     return dx_last, layers
 
 
@@ -235,6 +247,7 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     has_aux=True,
     name="mlp_softmax_cross_entropy",
     unsupported=checks.unsupported_dtype,
+    default=_default,
     partitioned=True,
     jit=True,
 )
@@ -255,7 +268,7 @@ def mlp_softmax_cross_entropy(
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
       implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up to 256 features.
-        Otherwise, it computes the formula with cuBLAS.
+        Otherwise, each product of the backward is a kernel.
 
     Returns:
       The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, with

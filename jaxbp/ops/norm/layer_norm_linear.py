@@ -13,7 +13,8 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
-from jaxbp.ops.dense.linear import forward_in_float32, linear, parameter_gradients_in_float32
+from jaxbp.ops.dense._products import parameter_gradients_in_float32
+from jaxbp.ops.dense.linear import forward_in_float32, linear
 from jaxbp.ops.norm import layer_norm
 from jaxbp.ops.norm.layer_norm import row_statistics, rows
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable

@@ -86,6 +86,66 @@ def test_the_simulator_finds_the_forward_right(rows, inputs, outputs, sizes):
     np.testing.assert_array_equal(actual, expected_forward(x, w, b))
 
 
+HALF, FULL = jnp.float16, jnp.float32
+PING_PONG = dict(columns=128, consumers=1)
+
+
+@can_simulate
+@pytest.mark.parametrize(
+    ("dtype", "transposed", "batches", "sizes", "config"),
+    [
+        (HALF, (False, False), (2, 2), (150, 100, 90), dict(columns=64)),
+        (HALF, (False, False), (1, 3), (130, 65, 40), dict(PING_PONG, cluster=2)),
+        (HALF, (True, True), (2, 1), (20, 200, 130), dict(columns=256, splits=3)),
+        (HALF, (True, False), (1, 1), (300, 70, 20), dict(PING_PONG)),
+        (FULL, (False, True), (2, 2), (150, 50, 90), dict(columns=128, splits=2)),
+    ],
+    ids=str,
+)
+def test_the_simulator_finds_products_of_any_size_right(dtype, transposed, batches, sizes, config):
+    random = np.random.default_rng(0)
+    (m, k, n), (left, right) = sizes, transposed
+    shapes = (k, m) if left else (m, k), (n, k) if right else (k, n)
+    a, b = (
+        jnp.asarray(random.integers(-3, 4, (batch, *shape)), dtype)
+        for batch, shape in zip(batches, shapes, strict=True)
+    )
+    config = Config(**dict(rows=128, stages=2) | config)
+    product = jax.jit(lambda a, b: kernels.product(a, b, transposed=transposed, dtype=FULL, config=config))
+    with on_the_cpu(), targeting(TWO_MULTIPROCESSORS), simulated():
+        actual = jax.block_until_ready(product(a, b))
+    np.testing.assert_array_equal(actual, (a.mT if left else a).astype(FULL) @ (b.mT if right else b).astype(FULL))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 8201])
+def test_any_number_of_rows_lowers_for_cuda(rows, on_hopper):
+    # Bulk copies to swizzled memory accept only multiples of eight rows.
+    x, w, b = layer_structs(rows, 128, 100)
+    assert "mosaic_gpu" in cuda_program(lambda *arrays: kernels.forward(*arrays, config=FORWARD), x, w, b)
+    config = kernels.weights_config(rows, 128, 100)
+    gradient = lambda dy, x: kernels.weights_gradient(dy, x, config=config)  # noqa: E731
+    assert "mosaic_gpu" in cuda_program(gradient, *structs(rows, 128, 100))
+    assert "mosaic_gpu" in cuda_program(kernels.product, x, jax.ShapeDtypeStruct((100, 3), x.dtype))
+
+
+FORWARD = Config(rows=128, columns=128, stages=2, consumers=1)
+
+
+def test_tf32_needs_the_summed_axis_last(on_hopper):
+    a, b = (jax.ShapeDtypeStruct((64, 64), FULL) for _ in range(2))
+    assert kernels.product.unsupported(a, b, transposed=(False, True)) is None
+    assert kernels.product.unsupported(a, b) == "transposed=(False, False) in float32, only (False, True)"
+
+
+def test_products_fill_the_multiprocessors(on_hopper):
+    def config(m, k, n, batch=1):
+        return kernels.product.heuristic(*(jax.ShapeDtypeStruct((batch, *s), "bfloat16") for s in ((m, k), (k, n))))
+
+    assert config(65536, 1024, 1024).consumers == 1
+    assert config(256, 65536, 256).splits > 10
+    assert config(1024, 84, 10).columns == 64
+
+
 def weights_config(*shape):
     with targeting(HOPPER):
         return kernels.weights_gradient.heuristic(*structs(*shape))
@@ -119,18 +179,13 @@ def forward_unsupported(*shape):
     return kernels.forward.unsupported(*layer_structs(*shape))
 
 
-def test_they_take_whole_tiles_of_half_precisions():
-    assert reasons(weights_unsupported, (65536, 4096, 1024), (100, 128, 384)) == [None, None]
-    assert reasons(forward_unsupported, (65536, 4096, 1024), (100, 128, 64), dtype="float16") == [None, None]
-    assert reasons(weights_unsupported, (8192, 4096, 1000), (8192, 64, 1024), (0, 1024, 1024)) == [
-        "1000 inputs, only multiples of 128",
-        "64 outputs, only multiples of 128",
-        "no rows",
-    ]
-    assert reasons(forward_unsupported, (8192, 4096, 1000), (8192, 0, 1024), (0, 1024, 1024)) == [
-        "1000 inputs, only multiples of 64",
-        "0 outputs, only multiples of 128",
-        "no rows",
+def test_they_take_half_precisions_and_the_forward_whole_tiles():
+    assert reasons(weights_unsupported, (65536, 4096, 1024), (100, 10, 84)) == [None, None]
+    assert reasons(forward_unsupported, (65536, 4096, 1024), (100, 128, 84), dtype="float16") == [None, None]
+    assert reasons(weights_unsupported, (0, 1024, 1024)) == ["an axis of size 0"]
+    assert reasons(forward_unsupported, (8192, 1000, 4096), (8192, 0, 1024)) == [
+        "1000 outputs, only multiples of 128",
+        "an axis of size 0",
     ]
     wanted = "dtypes float32 and float32, only bfloat16 or float16 for both"
     assert reasons(weights_unsupported, REAL[0], dtype="float32") == [wanted]
@@ -140,6 +195,7 @@ def test_they_take_whole_tiles_of_half_precisions():
 def test_they_pay_with_many_rows_and_the_forward_with_many_inputs(on_hopper):
     assert kernels.weights_gradient.pays(*structs(65536, 128, 384, "float16"))
     assert not kernels.weights_gradient.pays(*structs(128, 1024, 1024))
+    assert not kernels.weights_gradient.pays(*structs(65536, 128, 1000))
     assert kernels.forward.pays(*layer_structs(8200, 128, 576, "float16"))
     assert not kernels.forward.pays(*layer_structs(65536, 256, 256))
     assert not kernels.forward.pays(*layer_structs(128, 1024, 1024))
@@ -161,8 +217,9 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        (dict(splits=2), "wants splits=1, and 64 or 128 columns"),
-        (dict(columns=256), "wants splits=1, and 64 or 128 columns"),
+        (dict(splits=2), "wants splits=1, and columns that divide 1024"),
+        (dict(columns=192), "wants splits=1, and columns that divide 1024"),
+        (dict(columns=256, consumers=1), "wants at most 16384 sums per consumer"),
         (dict(raster=3), "raster is 3; wants a divisor of 8"),
     ],
     ids=str,
@@ -171,12 +228,6 @@ def test_configs_that_would_leave_tiles_out_are_refused(sizes, wanted, on_hopper
     config = Config(**dict(rows=128, columns=128, stages=2) | sizes)
     with pytest.raises(ValueError, match=wanted):
         jax.eval_shape(lambda *arrays: kernels.forward(*arrays, config=config), *layer_structs(*REAL[1]))
-
-
-def test_a_config_whose_tiles_do_not_divide_the_columns_is_refused(on_hopper):
-    config = Config(rows=128, columns=256, stages=2)
-    with pytest.raises(ValueError, match="weights_gradient: columns is 256; wants a divisor of 384"):
-        jax.eval_shape(lambda *arrays: kernels.weights_gradient(*arrays, config=config), *structs(256, 128, 384))
 
 
 @pytest.mark.parametrize("device", [BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
@@ -207,6 +258,23 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(shape, dtype):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     for actual, wanted, tolerance in zip(first, expected(dy, x), (4e-3, 1e-6), strict=True):
         assert relative_error(actual, wanted) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 1024, 1024), (1000, 84, 10), (120, 5000, 333), (3, 1024, 100, 65)], ids=str)
+def test_gpu_products_match_float64_and_repeat_their_bits(shape, transposed, dtype):
+    *batch, m, k, n = shape
+    if dtype == "float32":
+        transposed = False, True
+    shapes = ((k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n))
+    a, b = (x.astype(dtype) for x in normal(*((*batch, *s) for s in shapes)))
+    first, second = (jax.jit(lambda a, b: kernels.product(a, b, transposed=transposed))(a, b) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    wanted = (a.swapaxes(-1, -2) if transposed[0] else a) @ (b.swapaxes(-1, -2) if transposed[1] else b)
+    assert relative_error(first, wanted) < (1e-3 if dtype == "float32" else 4e-3)
 
 
 @pytest.mark.gpu

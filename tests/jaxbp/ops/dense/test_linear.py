@@ -14,7 +14,8 @@ from helpers import (
 )
 
 from jaxbp import linear, linear_backward
-from jaxbp.ops.dense.linear import forward_in_float32, parameter_gradients_in_float32
+from jaxbp.ops.dense._products import parameter_gradients_in_float32
+from jaxbp.ops.dense.linear import forward_in_float32
 
 
 @every_implementation
@@ -51,22 +52,26 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(batch, implementati
 
 
 @pytest.mark.parametrize(
-    ("dtype", "default", "precision", "found"),
+    ("dtype", "default", "precision", "kernels", "rounds"),
     [
-        ("float32", "highest", None, "mosaic_gpu"),
-        ("float32", None, "highest", "mosaic_gpu"),
-        ("float32", "highest", "default", "dot_general"),
-        ("float32", "tensorfloat32", None, "dot_general"),
-        ("float32", None, None, "dot_general"),
-        ("bfloat16", "highest", None, "dot_general"),
+        ("float32", "highest", None, 3, False),
+        ("float32", None, "highest", 3, False),
+        ("float32", "highest", "default", 3, True),
+        ("float32", "tensorfloat32", None, 3, True),
+        ("float32", None, None, 3, True),
+        ("bfloat16", "highest", None, 2, False),  # one kernel computes dw and db
     ],
 )
-def test_the_librarys_products_are_taken_where_the_tensor_cores_are_allowed(dtype, default, precision, found):
+def test_kernels_compute_all_gradients_and_round_to_tf32_where_it_is_allowed(
+    dtype, default, precision, kernels, rounds
+):
     arrays = [a.astype(dtype) for a in normal((3, 2), (3, 5), (2, 5))]
     with jax.default_matmul_precision(default):
         backward = functools.partial(linear_backward, precision=precision, implementation="pallas")
         program = cuda_program(backward, *arrays)
-    assert [name for name in ("mosaic_gpu", "dot_general") if name in program] == [found]
+    assert program.count("custom_call @mosaic_gpu") == kernels
+    assert ("reduce_precision" in program) == rounds
+    assert "dot_general" not in program
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla", None])

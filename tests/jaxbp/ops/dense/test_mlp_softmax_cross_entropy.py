@@ -101,12 +101,14 @@ def test_an_infinite_weight_of_a_unit_that_is_0_for_all_examples_leaves_the_grad
     ("sizes", "dtype", "precision", "kernels"),
     [
         (SIZES, "float32", None, 2),
-        (SIZES, "float32", "highest", 0),
-        (SIZES, "bfloat16", None, 0),
-        ((12, 600, 5), "float32", None, 0),
+        (SIZES, "float32", "highest", 3),
+        (SIZES, "bfloat16", None, 3),
+        ((12, 600, 5), "float32", None, 2),
     ],
 )
-def test_kernels_are_there_for_tf32_where_the_layers_fit(sizes, dtype, precision, kernels):
+def test_one_kernel_per_direction_computes_tf32_where_the_layers_fit_and_else_one_per_product(
+    sizes, dtype, precision, kernels
+):
     x, labels, *layers = arguments(sizes, (64,), dtype)
 
     def loss(x):
@@ -142,7 +144,8 @@ def test_kernels_of_the_tensor_cores_are_hoppers_alone(implementation, device):
 
     with jax.default_matmul_precision("default"), targeting(device):
         count = cuda_program(jax.grad(loss), x).count("custom_call @mosaic_gpu")
-    assert count == (2 if device is HOPPER else 0)
+    # Elsewhere, "pallas" multiplies on the CUDA cores.
+    assert count == (2 if device is HOPPER else 0 if implementation is None else 3)
 
 
 X, LABELS, *LAYERS = arguments()

@@ -1,0 +1,117 @@
+"""Matrix products of backward passes, as a formula and as kernels."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import on_tensor_cores, wide
+from jaxbp.pairing import Op
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.dense import linear as cuda_cores
+from pallas_kernels.dense import linear_sm90 as tensor_cores
+
+Transposed = tuple[bool, bool]
+
+
+def formula(
+    a: Array,
+    b: Array,
+    *,
+    transposed: Transposed = (False, False),
+    precision: PrecisionLike = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """Return `yᵢⱼ = Σₖ aᵢₖ bₖⱼ` for each index of the batch axes, which broadcast, in `dtype`, by default float32 or
+    wider. `transposed` says whether the last two axes of a and of b are swapped."""
+    a, b = (jnp.swapaxes(x, -1, -2) if swapped else x for x, swapped in zip((a, b), transposed, strict=True))
+    y = jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
+    return y.astype(dtype or y.dtype)
+
+
+def kernel(
+    a: Array,
+    b: Array,
+    *,
+    transposed: Transposed = (False, False),
+    precision: PrecisionLike = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """Compute `formula` for a and b with equally many axes. The tensor cores multiply in half precision and in TF32,
+    the CUDA cores in float32."""
+    options = dict(transposed=transposed, precision=precision, dtype=dtype or wide(a.dtype))
+    if 0 in (*a.shape, *b.shape):
+        return formula(a, b, **options)
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    y = _multiply(_with_one_batch_axis(a, batch), _with_one_batch_axis(b, batch), **options)
+    return y.reshape(*batch, *y.shape[1:])
+
+
+def _with_one_batch_axis(x, batch):
+    if math.prod(x.shape[:-2]) not in (1, math.prod(batch)):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def has_tensor_core_kernel(dtype: DTypeLike) -> bool:
+    one = jax.ShapeDtypeStruct((1, 1), dtype)
+    return tensor_cores.product.unsupported(one, one, transposed=(False, True)) is None
+
+
+def _multiply(a, b, *, transposed, precision, dtype):
+    if on_tensor_cores(a.dtype, precision) and has_tensor_core_kernel(a.dtype):
+        arrays, options = (a, b), dict(transposed=transposed, dtype=dtype)
+        if a.dtype == jnp.float32 and transposed != (False, True):
+            swapped = transposed[0], not transposed[1]
+            arrays = [jnp.swapaxes(x, -1, -2) if swap else x for x, swap in zip(arrays, swapped, strict=True)]
+            options["transposed"] = False, True
+        library = functools.partial(formula, precision=precision, **options)
+        return on_gpu(functools.partial(tensor_cores.product, **options), library, *arrays)
+    axes = [0 if len(x) > 1 else None for x in (a, b)]
+    a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
+    multiply = functools.partial(_on_cuda_cores, transposed=transposed)
+    y = multiply(a, b)[None] if axes == [None, None] else jax.vmap(multiply, axes)(a, b)
+    return y.astype(dtype)
+
+
+def _on_cuda_cores(a, b, *, transposed):
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    if transposed == (True, False):
+        return cuda_cores.weight_gradient(batch_last(a), batch_last(b))
+    a, b = a.T if transposed[0] else a, b.T if transposed[1] else b
+    if len(a) < b.shape[1]:
+        return batch_first(cuda_cores.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
+    return batch_first(cuda_cores.input_gradient(batch_last(a), b), len(a))
+
+
+PRODUCT = Op("product", {"xla": formula, "pallas": kernel}, jit=True)
+
+
+def parameter_gradients_in_float32(
+    dy: Float[AnyArray, "rows out_features"],
+    x: Float[AnyArray, "rows in_features"],
+    *,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
+    """Return dw in `dtype` (x's dtype if None), and db in float32, both summed in float32."""
+    dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
+    return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)
+
+
+def parameter_gradients_kernel(
+    dy: Array, x: Array, *, precision: PrecisionLike = None, dtype: DTypeLike | None = None
+) -> tuple[Array, Array]:
+    """Compute `parameter_gradients_in_float32`, but float32 in TF32 if `precision` permits it."""
+    dtype = dtype or x.dtype
+    if dy.dtype == jnp.float32 or 0 in (*dy.shape, *x.shape) or not has_tensor_core_kernel(dy.dtype):
+        dw = kernel(dy, x, transposed=(True, False), precision=precision, dtype=dtype)
+        return dw, cuda_cores.bias_gradient(batch_last(dy))
+    config = tensor_cores.weights_config(*dy.shape, x.shape[1])
+    both = functools.partial(tensor_cores.weights_gradient, dtype=dtype, config=config)
+    return on_gpu(both, functools.partial(parameter_gradients_in_float32, dtype=dtype), dy, x)
