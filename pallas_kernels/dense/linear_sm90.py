@@ -9,6 +9,7 @@ multiprocessors are busy, and XLA adds the splits' sums in a fixed order.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -41,10 +42,13 @@ _MAX_STAGES = 6
 """Four stages of the largest tiles fit on Hopper. Three were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
-_STEP_MICROSECONDS = 0.75
-"""Estimated time of a step of a 128 x 256 tile on an H200: docs/lab/2026-11-21-dense.md."""
+_STEP_MICROSECONDS = {64: 0.25, 128: 0.35, 256: 0.65}
+_EPILOGUE_MICROSECONDS = {1: 0.5, 2: 2.3}
+"""Time of a step for a number of columns, and of the end of a tile for a number of consumers, on an H200:
+docs/lab/2026-11-28-products.md."""
+_SPLIT_MICROSECONDS = 5.0
 _BYTES_A_MICROSECOND = 3e6
-"""Rate of writing and reading the splits' sums. Not tuned."""
+"""Time to launch the sum of the splits, and rate of writing and reading their sums. Not tuned."""
 
 
 def _config(columns: int, consumers: int = CONSUMERS) -> Config:
@@ -210,18 +214,25 @@ def _sizes(a: Any, b: Any, transposed: tuple[bool, bool]) -> tuple[int, int, int
     return max(math.prod(x.shape[:-2]) for x in (a, b)), rows, b.shape[-2 if transposed[1] else -1], summed
 
 
-def _split_config(config: Config, batch: int, rows: int, columns: int, steps: int) -> tuple[float, Config]:
-    """Return the estimated time in microseconds, and the config with the fastest number of splits."""
+def _fastest(configs: Iterable[Config], batch: int, rows: int, columns: int, steps: int) -> Config:
+    """Return the config with the least estimated time, with its fastest number of splits."""
     multiprocessors = device.target().multiprocessors
-    tiles = batch * -(-rows // config.rows) * -(-columns // config.columns)
 
-    def microseconds(splits):
-        turns = -(-tiles * splits // multiprocessors) * -(-steps // splits)
-        moved_bytes = (splits > 1) * splits * batch * rows * columns * 8
-        return turns * _STEP_MICROSECONDS * config.columns / _COLUMNS[-1] + moved_bytes / _BYTES_A_MICROSECOND
+    def microseconds(config):
+        tiles = batch * -(-rows // config.rows) * -(-columns // config.columns) * config.splits
+        tile = (
+            -(-steps // config.splits) * _STEP_MICROSECONDS[config.columns] + _EPILOGUE_MICROSECONDS[config.consumers]
+        )
+        moved_bytes = config.splits * batch * rows * columns * 8
+        split = _SPLIT_MICROSECONDS + moved_bytes / _BYTES_A_MICROSECOND if config.splits > 1 else 0
+        return -(-tiles // multiprocessors) * tile + split
 
-    splits = min(range(1, min(steps, multiprocessors) + 1), key=microseconds)
-    return microseconds(splits), dataclasses.replace(config, splits=splits)
+    def splits(config):
+        # The ping-pong schedule needs equally many steps for all tiles.
+        most = min(steps, multiprocessors) if config.consumers > 1 else 1
+        return (dataclasses.replace(config, splits=n) for n in range(1, most + 1))
+
+    return min((split for config in configs for split in splits(config)), key=microseconds)
 
 
 def _product_unsupported(a, b, *, transposed=(False, False), dtype=None):
@@ -243,16 +254,12 @@ def _is_tf32(a):
 def _product_heuristic(a, b, *, transposed=(False, False), dtype=None):
     batch, rows, columns, summed = _sizes(a, b, transposed)
     steps = -(-summed * jnp.dtype(a.dtype).itemsize // OPERAND_BYTES)
-    if batch * (rows // _ROWS) * (columns // _PING_PONG_COLUMNS) >= _MIN_TILES * device.target().multiprocessors:
-        return _config(_PING_PONG_COLUMNS, consumers=1).clustered(columns)
     widths = [width for width in _COLUMNS if width < 2 * columns] or _COLUMNS[:1]
-    configs = (_split_config(_config(width), batch, rows, columns, steps) for width in widths)
-    return min(configs, key=lambda pair: pair[0])[1]
+    ping_pong = [_config(width, consumers=1) for width in widths if width <= _PING_PONG_COLUMNS]
+    return _fastest([*map(_config, widths), *ping_pong], batch, rows, columns, steps)
 
 
 _PING_PONG_COLUMNS = 128
-_MIN_TILES = 4
-"""Fewest tiles per multiprocessor for the ping-pong schedule. Not tuned."""
 
 
 @kernel(unsupported=_product_unsupported, heuristic=_product_heuristic, capability=(9, 0))
@@ -319,7 +326,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 
 def weights_config(rows, outputs, inputs):
     columns = 128 if inputs % 256 else 256
-    _, config = _split_config(_config(columns), 1, outputs, inputs, -(-rows * 2 // OPERAND_BYTES))
+    config = _fastest([_config(columns)], 1, outputs, inputs, -(-rows * 2 // OPERAND_BYTES))
     tiles = -(-outputs // config.rows) * -(-inputs // config.columns)
     if tiles > device.target().multiprocessors and outputs % (2 * config.rows) == 0:
         config = config.clustered(inputs)
