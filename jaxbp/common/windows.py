@@ -50,6 +50,13 @@ class Windows:
         filled = all(size % f == 0 for size, f in zip(self.input_size, self.window, strict=True))
         return filled and self == Windows(self.input_size, self.window, self.window)
 
+    @property
+    def adjacent(self) -> bool:
+        """Whether each window begins where the previous one ends, and the first at the input's first position."""
+        return self == Windows(
+            self.input_size, self.window, self.window, tuple((0, after) for _, after in self.padding)
+        )
+
     def arguments(self) -> dict[str, Any]:
         return dict(
             window_dimensions=(1, 1, *self.window),

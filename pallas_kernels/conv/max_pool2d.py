@@ -1,12 +1,14 @@
 """Backward of max-pooling as a gather: each input position adds the gradients of the windows that selected it.
 
-The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
+`scatter_to_windows` is for windows that do not overlap. In `scatter_gradients`, for all other windows, the padded input
+is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
 channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
 of every window that can overlap the cell.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,9 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.core import gathers
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import vector_length, zeros_like
+from pallas_kernels.core.layouts import LANES, quotient, remainder, vector_length, zeros_like
+from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
+from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +90,137 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                 dx_ref[c, row * stride[0] + r, column * stride[1] + s, lanes] = sums[r][s].astype(dx_ref.dtype)
 
     lax.fori_loop(0, columns, cell, None)
+
+
+ACCESS_BYTES = 16
+"""A thread's widest access (CUDA C++ Programming Guide)."""
+_ACCESSES = 4
+"""Vectors per thread. Not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowsConfig:
+    """A thread computes `accesses` vectors of dx, or that many vectors per row of the window.
+
+    Attributes:
+      windows: number of adjacent windows that fill a vector, or 0 if a vector need not begin at a window.
+      rows: whether a thread that reads a window writes all rows of the window, instead of one.
+    """
+
+    accesses: int
+    windows: int = 0
+    rows: bool = True
+
+
+def _unsupported_windows(dy, indices, *, channels_last=False, **sizes):
+    return unsupported_indices(_input_shape(dy, channels_last=channels_last, **sizes))
+
+
+def _windows_heuristic(dy, indices, *, input_size, window, channels_last=False):
+    widest = ACCESS_BYTES // dy.dtype.itemsize
+    windows = widest // window[1]
+    fit = not channels_last and windows * window[1] == widest and dy.shape[3] % windows == 0
+    fit = fit and input_size == tuple(n * f for n, f in zip(dy.shape[2:], window, strict=True))
+    return WindowsConfig(_ACCESSES, windows if fit else 0)
+
+
+@kernel(unsupported=_unsupported_windows, heuristic=_windows_heuristic)
+def scatter_to_windows(
+    dy: Array,
+    indices: Array,
+    *,
+    input_size: tuple[int, int],
+    window: tuple[int, int],
+    channels_last: bool = False,
+    config: WindowsConfig,
+) -> Array:
+    """Compute `dx[n, c, p R + u, q S + v] = dy[n, c, p, q] if indices[n, c, p, q] == u S + v else 0`, for the window
+    `(R, S)`. Rows and columns after the last window are 0. The last window may reach beyond the input.
+
+    Args:
+      dy: `(N, C, P, Q)`, or `(N, P, Q, C)` if `channels_last`.
+      indices: integers of dy's shape.
+    """
+    if indices.dtype != jnp.uint8 or math.prod(window) > 256:
+        indices = indices.astype(jnp.int32)
+    shape = _input_shape(dy, input_size, window, channels_last)
+    if math.prod(shape) == 0:
+        return jnp.zeros(shape, dy.dtype)
+    if config.windows:
+        return _scatter_windows(dy, indices, window, shape, config)
+    return _scatter_positions(dy, indices, window, shape, channels_last, config)
+
+
+def _input_shape(dy, input_size, window, channels_last):
+    return (dy.shape[0], *input_size, dy.shape[3]) if channels_last else (*dy.shape[:2], *input_size)
+
+
+def _scatter_windows(dy, indices, window, shape, config):
+    (R, S), k = window, config.windows
+    columns = dy.shape[-1] // k
+
+    def body(dy_ref, index_ref, dx_ref, at):
+        row, column = quotient(at, columns), remainder(at, columns)
+        if not config.rows:
+            row, u = quotient(row, R), remainder(row, R)
+            at = row * columns + column
+        gradient, index = (gathers.columns(gathers.gather_rows(ref, at)) for ref in (dy_ref, index_ref))
+        for u in range(R) if config.rows else [u]:
+            values = [_at_position(gradient[i], index[i], u * S + v) for i in range(k) for v in range(S)]
+            gathers.scatter_rows(dx_ref, gathers.block_of(values), (row * R + u) * columns + column)
+
+    vectors = dy.size // k * (1 if config.rows else R)
+    return _launch_vectors(body, dy.reshape(-1, k), indices.reshape(-1, k), shape, k * S, vectors, config)
+
+
+def _scatter_positions(dy, indices, window, shape, channels_last, config):
+    (R, S), widest = window, ACCESS_BYTES // dy.dtype.itemsize
+    (P, Q), (H, W), C = (dy.shape[1:3], shape[1:3], shape[3]) if channels_last else (dy.shape[2:], shape[2:], 1)
+    k = math.gcd(C, widest)  # adjacent channels per vector
+    positions = math.gcd(math.prod(shape), widest) if C == 1 else 1  # adjacent positions per vector
+
+    def body(dy_ref, index_ref, dx_ref, at):
+        first, channel = quotient(at, C // k) * positions, remainder(at, C // k)
+        values = []
+        for place in (first + j for j in range(positions)):
+            row, w = quotient(place, W), remainder(place, W)
+            image, h = quotient(row, H), remainder(row, H)
+            p, u, q, v = quotient(h, R), remainder(h, R), quotient(w, S), remainder(w, S)
+            selected = ((image * P + jnp.minimum(p, P - 1)) * Q + jnp.minimum(q, Q - 1)) * (C // k) + channel
+            gradient, index = (gathers.columns(gathers.gather_rows(ref, selected)) for ref in (dy_ref, index_ref))
+            inside = (p < P) & (q < Q)
+            values += [
+                jnp.where(inside, _at_position(*pair, u * S + v), 0) for pair in zip(gradient, index, strict=True)
+            ]
+        gathers.scatter_rows(dx_ref, gathers.block_of(values), at)
+
+    width = k * positions
+    vectors = math.prod(shape) // width
+    return _launch_vectors(body, dy.reshape(-1, k), indices.reshape(-1, k), shape, width, vectors, config)
+
+
+def _launch_vectors(body, dy, indices, shape, width, vectors, config):
+    """Launch `body(dy_ref, index_ref, dx_ref, at)`, where `at` contains one number below `vectors` per thread."""
+    accesses = config.accesses if simulating() is None else -(-vectors // LANES)
+    lanes = LANES * accesses
+
+    def of_program(*refs, program):
+        # Threads beyond the end repeat the last vector. Divisions of unsigned integers take fewer instructions.
+        at = (program * lanes + gathers.lane_numbers(lanes)).astype(jnp.uint32)
+        body(*refs, jnp.minimum(at, jnp.uint32(vectors - 1)))
+
+    return launch(
+        of_program,
+        dy,
+        indices,
+        out=jax.ShapeDtypeStruct((math.prod(shape) // width, width), dy.dtype),
+        grid={"program": -(-vectors // lanes)},
+        name="max_pool2d_windows",
+        barriers=False,
+        sums_across_warps=False,
+    ).reshape(shape)
+
+
+def _at_position(gradient, index, position):
+    position = index.dtype.type(position) if isinstance(position, int) else position.astype(index.dtype)
+    return jnp.where(index == position, gradient, jnp.zeros((), gradient.dtype))

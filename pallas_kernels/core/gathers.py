@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import mgpu, plgpu
-from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.simulator import without_registers
 
 
 def block_layout(lanes: int, width: int) -> Any:
@@ -32,7 +32,7 @@ def vector_layout(lanes: int) -> Any:
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    if simulating() is not None:
+    if without_registers():
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
     block = _block(lanes, width, jnp.int32)
@@ -59,8 +59,8 @@ def lane_numbers(lanes: int) -> Array:
 
 def gather_rows(ref: Any, rows: Array) -> Array:
     """Return `ref[rows]`, `(lanes, width)` in registers, for `ref (n, width)` and int32 `rows (lanes,)`."""
-    (lanes,), width = rows.shape, ref.shape[1]
-    if simulating() is not None:
+    (lanes,), width, signed = rows.shape, ref.shape[1], _is_signed(ref.dtype)
+    if without_registers():
         return ref[...][rows]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), vector_layout(lanes)), return_type=_block(lanes, width, ref.dtype))
@@ -70,26 +70,46 @@ def gather_rows(ref: Any, rows: Array) -> Array:
         registers = np.empty_like(rows.registers)
         for index, register in np.ndenumerate(rows.registers):
             place = arith.muli(vector.extract(register, [], [0]), mgpu.utils.c(width, ir.IntegerType.get_signless(32)))
-            address = mgpu.utils.getelementptr(pointer, [place], element)
-            registers[index] = llvm.load(type_, address, alignment=width * mgpu.utils.bytewidth(element))
-        return _fragmented(registers, block_layout(lanes, width))
+            registers[index] = _load(pointer, element, type_, place)
+        return _fragmented(registers, block_layout(lanes, width), signed)
 
     return gather(ref, rows)
 
 
+def scatter_rows(ref: Any, block: Array, rows: Array) -> None:
+    """Set `ref[rows] = block`, for `ref (n, width)` and int32 `rows (lanes,)`. Equal rows must have equal values."""
+    lanes, width = block.shape
+    if without_registers():
+        ref[...] = ref[...].at[rows].set(block)
+        return
+    # A vector's size is a power of two, and its address a multiple of its size.
+    size = width & -width
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), block_layout(lanes, width), vector_layout(lanes)))
+    def scatter(_, ref, block, rows):
+        pointer = mgpu.utils.memref_ptr(ref)
+        for register, row in zip(block.registers.flat, rows.registers.flat, strict=True):
+            numbers = [vector.extract(register, [], [k]) for k in range(width)]
+            place = arith.muli(vector.extract(row, [], [0]), _i32(width))
+            for k in range(0, width, size):
+                _store(pointer, _row(numbers[k : k + size]), arith.addi(place, _i32(k)))
+
+    scatter(ref, block, rows)
+
+
 def gather_elements(ref: Any, *places: Array) -> Array:
     """Return `ref[places]` for integer arrays `places`, one per axis of `ref`, all `(lanes, width)` in registers."""
-    if simulating() is not None:
+    if without_registers():
         return ref[...][places]
-    layout, shape = block_layout(*places[0].shape), places[0].shape
+    layout, shape, dtype = block_layout(*places[0].shape), places[0].shape, ref.dtype
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout,) * len(places)), return_type=_block(*shape, ref.dtype))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout,) * len(places)), return_type=_block(*shape, dtype))
     def gather(_, ref, *places):
         registers = np.empty_like(places[0].registers)
         for index in np.ndindex(registers.shape):
             rows = [place.registers[index] for place in places]
             registers[index] = _row([memref.load(ref, [_index(row, k) for row in rows]) for k in range(shape[1])])
-        return _fragmented(registers, layout, signed=_signedness(ref))
+        return _fragmented(registers, layout, _is_signed(dtype))
 
     return gather(ref, *places)
 
@@ -97,7 +117,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
     """Set `ref[places] = values`, with indices as in `gather_elements`. If indices repeat, any of their values may
     remain."""
-    if simulating() is not None:
+    if without_registers():
         ref[...] = ref[...].at[places].set(values)
         return
     layout = block_layout(*values.shape)
@@ -114,7 +134,7 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 def spread(numbers: Array, width: int) -> Array:
     (lanes,) = numbers.shape
-    if simulating() is not None:
+    if without_registers():
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
 
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),), return_type=_block(lanes, width, numbers.dtype))
@@ -127,7 +147,7 @@ def spread(numbers: Array, width: int) -> Array:
 
 def columns(block: Array) -> tuple[Array, ...]:
     lanes, width = block.shape
-    if simulating() is not None:
+    if without_registers():
         return tuple(block[:, k] for k in range(width))
     vectors = plgpu.ShapeDtypeStruct((lanes,), block.dtype, layout=vector_layout(lanes))
 
@@ -143,7 +163,7 @@ def columns(block: Array) -> tuple[Array, ...]:
 
 def block_of(columns: Sequence[Array]) -> Array:
     (lanes,), width = columns[0].shape, len(columns)
-    if simulating() is not None:
+    if without_registers():
         return jnp.stack(columns, axis=1)
 
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),) * width, return_type=_block(lanes, width, columns[0].dtype))
@@ -159,7 +179,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 def sums_of_rows(*blocks: Array) -> Array:
     """Sum each row of each block, from left to right. Return float32 `(lanes, len(blocks))`."""
     (lanes, width), count = blocks[0].shape, len(blocks)
-    if simulating() is not None:
+    if without_registers():
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
 
     @plgpu.inline_mgpu(
@@ -181,7 +201,7 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return the float32 array, but make LLVM compute it before the code that follows. LLVM could otherwise keep all
     terms of a sum in registers, and add them at the end of the loop's body."""
-    if simulating() is not None:
+    if without_registers():
         return block
 
     @plgpu.inline_mgpu(arg_types=(block_layout(*block.shape),), return_type=_block(*block.shape, block.dtype))
@@ -200,7 +220,7 @@ def computed_here(block: Array) -> Array:
 def compiler_fence() -> None:
     """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that accesses to
     elements and to vectors do not overlap, and reuse a vector whose elements have changed."""
-    if simulating() is not None:
+    if without_registers():
         return
 
     @plgpu.inline_mgpu(arg_types=())
@@ -213,7 +233,7 @@ def compiler_fence() -> None:
 def meet(barrier: Any) -> None:
     """Wait until all warpgroups of the CTA call this function. Their earlier writes to shared memory are then visible.
     Only the simulator uses `barrier`, with one arrival per warpgroup."""
-    if simulating() is not None:
+    if without_registers():
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
@@ -236,7 +256,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
       array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape
-    if simulating() is not None:
+    if without_registers():
         return [_switch(refs, array, lambda ref: _simulated_load(ref, start, shape)) for refs in lists]
     blocks = tuple(_block(lanes, width, refs[0].dtype) for refs in lists)
 
@@ -267,7 +287,7 @@ def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
     """For each list of references, write one of `blocks` to the reference with index `array`, beginning at element
     `start`. Drop elements beyond the reference's end."""
     lanes, width = blocks[0].shape
-    if simulating() is not None:
+    if without_registers():
         for refs, block in zip(lists, blocks, strict=True):
             _switch(refs, array, lambda ref, block=block: _simulated_store(ref, start, block))
         return
@@ -401,5 +421,5 @@ def _index(register, k):
     return arith.index_cast(ir.IndexType.get(), vector.extract(register, [], [k]))
 
 
-def _signedness(ref: Any) -> bool | None:
-    return True if isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType) else None
+def _is_signed(dtype: Any) -> bool | None:
+    return jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None

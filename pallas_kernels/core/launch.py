@@ -33,7 +33,7 @@ from pallas_kernels.core.body_errors import explained
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.mosaic import plgpu
-from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.simulator import interpreting, simulating
 
 
 def launch(
@@ -191,7 +191,8 @@ def _interpret(body, *arrays, structure, out, grid, name, scratch):
         )
 
     def kernel_body(*refs):
-        body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+        with interpreting():
+            body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
 
     return pl.pallas_call(kernel_body, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
 

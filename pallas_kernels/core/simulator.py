@@ -1,6 +1,7 @@
 """The Mosaic GPU simulator, which runs kernels on a CPU, and uses private modules of JAX."""
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,24 @@ _simulation = jax.make_user_context(None)
 def simulating() -> Any:
     """Return the simulator's parameters within `simulated`, else None."""
     return _simulation.value
+
+
+_interpreting = contextvars.ContextVar("interpreting", default=False)
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Return a context in which a kernel's body is traced for Pallas' interpreter."""
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
+
+
+def without_registers() -> bool:
+    """Return whether the simulator or Pallas' interpreter runs the body, so that arrays have no register layout."""
+    return simulating() is not None or _interpreting.get()
 
 
 @contextlib.contextmanager

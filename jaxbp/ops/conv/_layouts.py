@@ -36,6 +36,10 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
     return (0, channels, *(axis for axis in (1, 2, 3) if axis != channels))
 
 
+def is_channels_last(layout: Layout) -> bool:
+    return layout[1] == len(layout) - 1
+
+
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)

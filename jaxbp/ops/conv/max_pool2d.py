@@ -17,6 +17,7 @@ from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, diffe
 from jaxbp.sharding import batched
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 
 def _places(window):
@@ -58,14 +59,14 @@ def _first_inside(windows):
     return first[0][:, None] * windows.window[1] + first[1][None, :]
 
 
-def autodiff(x, *, windows):
+def autodiff(x, *, windows, channels_last=False):
     _, indices = max_and_indices(lax.stop_gradient(x), windows=windows)
     if windows.dilation == (1, 1):
         return lax.reduce_window(x, -jnp.inf, lax.max, **windows.arguments()), indices
     return select(x, indices, windows=windows, fill=-jnp.inf), indices  # JAX has no gradient of dilated windows
 
 
-def _save(x, *, windows):
+def _save(x, *, windows, channels_last):
     y, indices = barriers.on_cpu(max_and_indices(x, windows=windows))
     return (y, indices), (indices,)
 
@@ -77,11 +78,11 @@ def select(x, indices, *, windows, fill=0):
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 
 
-def _scatter_by_autodiff(dy, indices, *, windows):
+def _scatter_by_autodiff(dy, indices, *, windows, channels_last):
     return transpose(lambda x: select(x, indices, windows=windows), (*dy.shape[:2], *windows.input_size), dy)
 
 
-def scatter_formula(dy, indices, *, windows):
+def scatter_formula(dy, indices, *, windows, channels_last=False):
     if windows.nonoverlapping:
         return _fetch_from_windows(dy, indices, windows.window)
     return _send_to_places(dy, indices, windows)
@@ -109,9 +110,9 @@ def _fetch_from_windows(dy, indices, window):
     return dx.reshape(N, C, P * R, Q * S)
 
 
-def _scatter_kernel(dy, indices, *, windows):
-    if windows.nonoverlapping:  # XLA was faster than every kernel tried
-        return _fetch_from_windows(dy, indices, windows.window)
+def _scatter_kernel(dy, indices, *, windows, channels_last):
+    if windows.adjacent:
+        return _scatter_to_adjacent_windows(dy, indices, windows, channels_last)
     dx_last = kernels.scatter_gradients(
         batch_last(dy),
         batch_last(indices),
@@ -123,8 +124,21 @@ def _scatter_kernel(dy, indices, *, windows):
     return batch_first(dx_last, dy.shape[0])
 
 
-def _unsupported(*arrays, windows):
-    return unsupported(windows) or checks.unsupported_dtype(*arrays)
+def _scatter_to_adjacent_windows(dy, indices, windows, channels_last):
+    options = dict(input_size=windows.input_size, window=windows.window, channels_last=channels_last)
+    if not channels_last:
+        return kernels.scatter_to_windows(dy, indices, **options)
+    # XLA cancels these transposes against the transposes of the op's arguments and result.
+    dy, indices = (jnp.moveaxis(a, 1, -1) for a in (dy, indices))
+    return jnp.moveaxis(kernels.scatter_to_windows(dy, indices, **options), -1, 1)
+
+
+def _unsupported(*arrays, windows, channels_last):
+    return (
+        unsupported(windows)
+        or checks.unsupported_dtype(*arrays)
+        or unsupported_indices((*arrays[0].shape[:2], *windows.input_size))
+    )
 
 
 _MAX_POOL2D_BACKWARD = Op(
@@ -135,7 +149,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
     },
     unsupported=_unsupported,
-    # On NCHW images, the kernel's transposes take more time than the kernel saves.
+    # XLA copies NCHW images for windows that overlap or leave gaps, which takes more time than the kernel saves.
     default=DefaultImplementation(gpu="xla"),
     jit=True,
 )
@@ -222,7 +236,8 @@ def max_pool2d_backward(
     layout = layouts.of_images(op, **options)
     dy = layouts.arrange(op, "dy", dy, layout, "batch", "channels", *windows.output_size)
     indices = layouts.arrange(op, "indices", integers(op, "indices", indices), layout, *dy.shape)
-    dx = _MAX_POOL2D_BACKWARD(dy, indices, implementation=implementation, windows=windows)
+    of_pool = dict(windows=windows, channels_last=layouts.is_channels_last(layout))
+    dx = _MAX_POOL2D_BACKWARD(dy, indices, implementation=implementation, **of_pool)
     return layouts.restore(dx, layout)
 
 
@@ -231,7 +246,8 @@ def pool(op, x, window, implementation, **options):
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
     windows, _ = pool_windows(op, x.shape, window, **options)
-    y, indices = _MAX_POOL2D.named(op)(x, implementation=implementation, windows=windows)
+    of_pool = dict(windows=windows, channels_last=layouts.is_channels_last(layout))
+    y, indices = _MAX_POOL2D.named(op)(x, implementation=implementation, **of_pool)
     return layouts.restore(y, layout), layouts.restore(indices, layout)
 
 

@@ -7,9 +7,9 @@ import pytest
 from helpers import (
     assert_close,
     assert_numerical_gradients_agree,
-    cuda_program,
     every_implementation,
     gradients_of,
+    kernel_results,
     ours,
     results_and_gradients,
     results_of,
@@ -113,24 +113,46 @@ def test_an_index_of_no_place_sends_its_gradient_nowhere(implementation):
     np.testing.assert_array_equal(dx[0, 0], [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]])
 
 
+WINDOWS = [
+    dict(window=(2, 3)),
+    dict(window=(2, 3), stride=(2, 3), padding="SAME"),
+    dict(window=2, stride=1),
+    dict(window=1, stride=3),
+    dict(window=2, padding=1),
+    dict(window=4),
+    dict(window=4, ceil_mode=True),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("options", "kernel"),
-    [
-        (dict(window=(2, 3)), False),
-        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),
-        (dict(window=2, stride=1), True),
-        (dict(window=1, stride=3), True),
-        (dict(window=2, padding=1), True),
-        (dict(window=4), True),
-    ],
-    ids=str,
-)
-def test_there_is_a_kernel_unless_every_position_is_in_exactly_one_window(options, kernel, dtype):
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_every_window_has_a_kernel(options, dtype):
     options |= dict(implementation="pallas")
     (dy,) = results_of(functools.partial(max_pool2d, **options), [jax.ShapeDtypeStruct((2, 3, 6, 6), dtype)])
     backward = functools.partial(max_pool2d_backward, input_size=(6, 6), **options)
-    assert ("mosaic_gpu" in cuda_program(backward, dy, jnp.zeros(dy.shape, jnp.uint8))) == kernel
+    assert kernel_results(backward, dy, jnp.zeros(dy.shape, jnp.uint8)) == [1]
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+def test_the_backward_for_adjacent_windows_transposes_no_array(channel_axis):
+    dy = jax.ShapeDtypeStruct((2, 4, 4, 4), jnp.float32)
+    options = dict(input_size=(8, 8), window=2, channel_axis=channel_axis, implementation="pallas")
+    program = jax.jit(functools.partial(max_pool2d_backward, **options)).lower(dy, dy.update(dtype=jnp.uint8))
+    assert " transpose(" not in program.compile().as_text()
+
+
+@pytest.mark.parametrize("options", [dict(window=2), dict(window=4, ceil_mode=True)], ids=str)
+def test_channels_last_have_the_gradients_of_channels_first(options):
+    first = jax.random.permutation(jax.random.key(0), jnp.arange(2 * 8 * 6 * 6) / 10).reshape(2, 8, 6, 6)
+    last = jnp.moveaxis(first, 1, -1)
+
+    @jax.jit
+    def gradients(*images):
+        sums = lambda x, axis: jnp.sum(max_pool2d(x, channel_axis=axis, implementation="pallas", **options) ** 2)  # noqa: E731
+        return [jax.grad(sums)(x, axis) for x, axis in zip(images, (1, -1), strict=True)]
+
+    of_first, of_last = gradients(first, last)
+    np.testing.assert_array_equal(jnp.moveaxis(of_last, -1, 1), of_first)
 
 
 @pytest.mark.parametrize(("padding", "meaning"), [("SAME", "SAME"), ("VALID", "VALID"), ((1, 0), [(1, 1), (0, 0)])])
