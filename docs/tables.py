@@ -113,8 +113,19 @@ TABLES: dict[str, Callable[..., str]] = {
     "program_costs": run_tables.program_costs,
     "computed_in": run_tables.computed_in,
     "supported": supported,
+    "launches": run_tables.launches,
 }
-WITH_THEIR_SOURCES = ("computed_in", "fuzz", "program_costs", "programs", "slower", "training", "summary", "supported")
+WITH_THEIR_SOURCES = (
+    "computed_in",
+    "fuzz",
+    "launches",
+    "program_costs",
+    "programs",
+    "slower",
+    "training",
+    "summary",
+    "supported",
+)
 """Tables that describe their result files."""
 
 

@@ -80,7 +80,7 @@ class Op(Generic[P, R]):
       name: as shown in error messages and compiled programs.
       implementations: maps names to `function(*arrays, **options)`. `implementation=None` calls the function under the
         key None if there is one, else the one that `default` names. Options are static and hashable.
-      unsupported: a function of `(*arrays, **options)` that returns why the kernel does not support them, or None.
+      unsupported: a function of `(*arrays, **options)` that returns why "pallas" does not support them, or None.
       default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not, a mesh excludes the
         kernel from `implementation=None`.
@@ -146,13 +146,13 @@ class Op(Generic[P, R]):
         if implementation not in (*IMPLEMENTATIONS, None):
             wanted = ", ".join(map(repr, IMPLEMENTATIONS))
             raise ValueError(f"{self.name}: implementation is {implementation!r}; wants {wanted}, or None")
-        if implementation not in self.implementations:
-            has = ", ".join(map(repr, self.implementations))
-            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; wants one of {has}")
         if implementation == "pallas" and (reason := self.unsupported(*arrays, **options)):
             raise NotImplementedError(
                 f"{self.name}: implementation='pallas' does not take {reason}; wants 'xla', 'autodiff', or None"
             )
+        if implementation not in self.implementations:
+            has = ", ".join(map(repr, self.implementations))
+            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; wants one of {has}")
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:

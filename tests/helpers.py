@@ -1,5 +1,7 @@
 import contextlib
 import functools
+import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +244,23 @@ def cuda_program(function, *arrays):
 def kernel_results(function, *arrays):
     calls = [line for line in cuda_program(function, *arrays).splitlines() if "mosaic_gpu_v2" in line]
     return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
+
+
+@functools.cache
+def launches():
+    """Import docs/launches.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("launches", Path(__file__).parents[1] / "docs" / "launches.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_launches_as_recorded(name, place, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        found = launches().launches(ENTRIES[name], place, dtype)
+    # Older versions of JAX lack kernels in TF32.
+    if jax.__version_info__ >= (0, 11, 1):
+        assert found == launches().recorded()[name][dtype][place], f"run `python docs/launches.py {name}`"
 
 
 @contextlib.contextmanager

@@ -325,3 +325,9 @@ def computed_in(reports: Reports) -> str:
     from computed_in import table
 
     return table()
+
+
+def launches(reports: Reports) -> str:
+    from launches import table
+
+    return table()

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
+from jaxbp.common.checks import KERNEL_DTYPES
 from jaxbp.logic.gates import PASS_THROUGH
 from jaxbp.ops.pointwise import arithmetic
 
@@ -60,12 +61,18 @@ def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
 
 
 def pair_entries(
-    function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
+    function: Callable,
+    small: Case,
+    real: Mapping[str, Case],
+    takes: Any = slice(None),
+    like: str = "",
+    kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES,
 ) -> tuple[Entry, Entry]:
     """Return the catalogue's entries of a function and of its public backward.
 
-    `small`, `real`, and `like` are as in `Entry`, but cases contain `(dy, *arguments)`. The function takes `arguments`,
-    and the backward `(dy, *arguments[takes])`. If `like` names the function, only the backward gets it.
+    `small`, `real`, `like`, and `kernel_dtypes` are as in `Entry`, but cases contain `(dy, *arguments)`. The function
+    takes `arguments`, and the backward `(dy, *arguments[takes])`. If `like` names the function, only the backward gets
+    it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -79,8 +86,8 @@ def pair_entries(
     forward_cases, backward_cases = ({place: of(case) for place, case in real.items()} for of in (without_dy, with_dy))
     forward_like = "" if like == function.__name__ else like
     return (
-        Entry(function, without_dy(small), forward_cases, like=forward_like),
-        Entry(backward, with_dy(small), backward_cases, like=like),
+        Entry(function, without_dy(small), forward_cases, kernel_dtypes, forward_like),
+        Entry(backward, with_dy(small), backward_cases, kernel_dtypes, like),
     )
 
 

@@ -257,6 +257,7 @@ CATALOGUE: tuple[Entry, ...] = (
         {"images": case_of((64, BATCH, 16), (BATCH, 16, 64), axes=(2, 0, 1))},
         takes=slice(0),
         like="relu",
+        kernel_dtypes=(),
     ),
     *reduction_entries(reductions.sum, axis=(0, 2), keepdims=True, dy=(1, 3, 1)),
     *reduction_entries(reductions.mean, axis=1, keepdims=False, dy=(2, 4)),

@@ -160,12 +160,12 @@ def _scatter_windows(dy, indices, window, shape, config):
     columns = dy.shape[-1] // k
 
     def body(dy_ref, index_ref, dx_ref, at):
-        row, column = quotient(at, columns), remainder(at, columns)
+        row, column, rows_of_window = quotient(at, columns), remainder(at, columns), range(R)
         if not config.rows:
-            row, u = quotient(row, R), remainder(row, R)
+            row, rows_of_window = quotient(row, R), [remainder(row, R)]
             at = row * columns + column
         gradient, index = (gathers.columns(gathers.gather_rows(ref, at)) for ref in (dy_ref, index_ref))
-        for u in range(R) if config.rows else [u]:
+        for u in rows_of_window:
             values = [_at_position(gradient[i], index[i], u * S + v) for i in range(k) for v in range(S)]
             gathers.scatter_rows(dx_ref, gathers.block_of(values), (row * R + u) * columns + column)
 

@@ -18,9 +18,9 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast, wide
-from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops._defaults import XLA_ON_GPU, fused_pair
 from jaxbp.ops.dense._products import PRODUCT
-from jaxbp.pairing import Implementation, per_implementation
+from jaxbp.pairing import Implementation, Pair, per_implementation
 from pallas_kernels.pointwise.reductions import sum_over
 
 
@@ -102,8 +102,15 @@ def _transpose_back(dy, *, axes, shape):
 _OUTER = fused_pair(
     jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, linear_in=[(0,), (1,)], name="outer"
 )
-# No kernel was faster than XLA's transpose.
-_TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
+_TRANSPOSE = Pair(
+    _transpose,
+    {"xla": _transpose_back},
+    linear=True,
+    name="transpose",
+    unsupported=lambda a, **options: "any array, because no kernel is faster than XLA's transpose",
+    default=XLA_ON_GPU,
+    jit=True,
+)
 
 
 def matmul(
@@ -184,7 +191,11 @@ def outer_backward(
 def transpose(
     a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
-    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed."""
+    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed.
+
+    There is no kernel, because none is faster than XLA's transpose. `implementation="pallas"` raises
+    NotImplementedError.
+    """
     (a,) = checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
 

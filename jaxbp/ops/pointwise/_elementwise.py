@@ -50,7 +50,7 @@ class Elementwise(Pair):
 
         def kernel(dy, *arrays, **options):
             in_kernel = functools.partial(in_kernels or gradient, **options)
-            return _in_shapes_of(arrays, _gradient_kernels(in_kernel, dy, arrays))
+            return _in_shapes_of(arrays, _gradient_kernels(f"{name}_backward", in_kernel, dy, arrays))
 
         def save_result(x, **options):
             y = barriers.stored(in_dtype(x, **options))
@@ -149,13 +149,14 @@ def _summed(shape, gradients, arrays):
     ]
 
 
-def _gradient_kernels(gradient, dy, arrays):
+def _gradient_kernels(name, gradient, dy, arrays):
     def select(wanted):
         def formula(*values):
             gradients = gradient(*values)
             gradients = gradients if isinstance(gradients, tuple) else (gradients,)
             return tuple(gradients[i] for i in wanted)
 
+        formula.__name__ = name
         return formula
 
     results = [None] * len(arrays)

@@ -11,6 +11,7 @@ from helpers import (
     ENTRIES,
     TOLERANCE,
     assert_close,
+    assert_launches_as_recorded,
     assert_second_derivatives_match_differences,
     case_of,
     compiled,
@@ -21,6 +22,7 @@ from helpers import (
     floats,
     in_float64,
     last_program_first,
+    launches,
     of_floats,
     on_the_cpu,
     op_of,
@@ -247,33 +249,47 @@ def _places_and_dtypes():
             yield entry.name, place, dtype
 
 
-def _cuda_program(name, place, dtype, batch):
-    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch, dtype=jnp.dtype(dtype))
-    if "_backward" in name:
-        return cuda_program(op, *arrays)
+@pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
+def test_pallas_launches_the_recorded_kernels_on_cuda_and_promotes_no_dtype(name, place, dtype):
+    assert_launches_as_recorded(name, place, dtype)
+
+
+EXACT = ("conv2d", "conv2d_relu_max_pool2d", "layer_norm_linear", "linear", "linear_softmax_cross_entropy")
+"""Pairs with other kernels for float32 at a precision that excludes TF32."""
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [(n, place) for n, place, dtype in _places_and_dtypes() if n in EXACT and dtype == "float32"]
+)
+def test_exact_kernels_lower_for_cuda(name, place):
+    with jax.default_matmul_precision("highest"):
+        assert "mosaic_gpu" in _cuda_program(name, place, batch=case_of(name, place).batch or 16384)
+
+
+def _cuda_program(name, place, batch=2):
+    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch)
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
 
-@pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
-def test_kernels_lower_for_cuda_without_a_gpu_and_promote_no_dtype(name, place, dtype):
-    with jax.numpy_dtype_promotion("strict"):
-        program = _cuda_program(name, place, dtype, batch=case_of(name, place).batch or 16384)
-    assert ("mosaic_gpu" in program) != _left_to_xla(name, place, dtype)
+RECORDED = [(name, dtype) for name, of_dtypes in launches().recorded().items() for dtype in of_dtypes]
 
 
-def _left_to_xla(name, place, dtype):
-    """For adjacent windows, no kernel is faster than XLA. Some products have only tensor-core kernels."""
-    if name.startswith("mlp_"):
-        return True
-    if name.startswith(("max_pool2d", "logic_or_pool2d")):
-        return place != "overlapping"
-    return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
+def test_launches_are_recorded_for_every_case():
+    wanted = {entry.name: {dtype: [*entry.real] for dtype in launches().dtypes(entry)} for entry in CATALOGUE}
+    found = {name: {d: [*places] for d, places in of.items()} for name, of in launches().recorded().items()}
+    assert found == wanted, "run `python docs/launches.py` with the names that differ"
+
+
+@pytest.mark.parametrize(("name", "dtype"), RECORDED)
+def test_pallas_launches_a_kernel_in_every_case_or_raises(name, dtype):
+    found = launches().recorded()[name][dtype]
+    assert [place for place, kernels in found.items() if not kernels] == []
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in DISTINCT if entry.name in PAIRS and entry.kernel_dtypes])
 def test_float32_kernels_lower_for_cuda_under_x64(name):
     with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):
-        assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
+        assert "mosaic_gpu" in _cuda_program(name, None)
 
 
 @every_pair

@@ -11,15 +11,16 @@ import pytest
 from helpers import (
     ENTRIES,
     assert_close,
+    assert_launches_as_recorded,
     assert_second_derivatives_match_differences,
     case_of,
-    cuda_program,
     dot,
     drawn,
     every_implementation,
     floats,
     in_float64,
     is_float,
+    launches,
     of_floats,
     op_of,
     ours,
@@ -43,6 +44,7 @@ OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "drop
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
+every_kernel = pytest.mark.parametrize("name", [entry.name for entry in LIKE if entry.kernel_dtypes])
 
 
 def test_what_an_entry_is_like_is_itself_tested_in_full():
@@ -50,8 +52,9 @@ def test_what_an_entry_is_like_is_itself_tested_in_full():
     assert {entry.like for entry in LIKE} <= full
 
 
-def drawn_family(family, dtype="float32"):
-    return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
+def drawn_family(family, dtype="float32", implementation=None):
+    names = [name for name in FAMILIES[family] if implementation != "pallas" or ENTRIES[name].kernel_dtypes]
+    return {name: drawn(name, dtype=dtype) for name in names}
 
 
 def public_backward(name, implementation, arrays, dy):
@@ -110,9 +113,10 @@ def test_autodiff_matches_finite_differences(family):
 @ours
 @every_family
 def test_values_gradients_and_public_backwards_match_float64(family, implementation):
-    results = compiled_family(family, implementation, public=True)(drawn_family(family))
-    for name, expected in family_reference(family).items():
-        _check(name, results[name], expected, "float32")
+    results = compiled_family(family, implementation, public=True)(drawn_family(family, "float32", implementation))
+    expected = family_reference(family)
+    for name, result in results.items():
+        _check(name, result, expected[name], "float32")
 
 
 @every_family
@@ -128,7 +132,7 @@ def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
     + [(family, "pallas", "bfloat16") for family in OWN_KERNELS],
 )
 def test_half_precisions_match_float64_and_stay(family, implementation, dtype):
-    results = compiled_family(family, implementation)(drawn_family(family, dtype))
+    results = compiled_family(family, implementation)(drawn_family(family, dtype, implementation))
     reference = family_reference(family, dtype)
     for name, result in results.items():
         assert all(a.dtype == dtype for a in jax.tree.leaves(result)), name
@@ -149,16 +153,10 @@ def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(f
     assert_second_derivatives_match_differences(functions, {name: floats(a) for name, a in arrays.items()})
 
 
-LEFT_TO_XLA = {"transpose"}
-
-
-@pytest.mark.parametrize(("name", "dtype"), [(n, ("float32", "bfloat16")[i % 2]) for i, n in enumerate(FORWARDS)])
-def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
-    dtype = "float32" if ENTRIES[name].like == "linear" else dtype  # cuBLAS computes products on the tensor cores
+@pytest.mark.parametrize(("name", "dtype"), [(n, launches().dtypes(ENTRIES[n])[i % 2]) for i, n in enumerate(FORWARDS)])
+def test_pallas_launches_the_recorded_kernels_on_cuda(name, dtype):
     (place,) = ENTRIES[name].real
-    op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=16384, dtype=jnp.dtype(dtype))
-    program = cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
-    assert ("mosaic_gpu" in program) != (name in LEFT_TO_XLA)
+    assert_launches_as_recorded(name, place, dtype)
 
 
 def _apart(name):
@@ -167,7 +165,8 @@ def _apart(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(n, d) for d in ("float32", "bfloat16") for n in FORWARDS if d == "float32" or not _apart(n)]
+    ("name", "dtype"),
+    [(n, d) for n in FORWARDS for d in ENTRIES[n].kernel_dtypes[: 1 if _apart(n) else 2]],
 )
 def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(name, dtype):
     (place,) = ENTRIES[name].real
@@ -184,12 +183,14 @@ def test_an_empty_batch_has_gradients_of_every_shape(family):
     for name in FAMILIES[family]:
         (place,) = ENTRIES[name].real
         for implementation in ("pallas", "xla", "autodiff", None):
+            if implementation == "pallas" and not ENTRIES[name].kernel_dtypes:
+                continue
             op, arrays = op_of(name, place, implementation), case_of(name, place).structs(batch=0)
             _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
             assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)], name
 
 
-@every_name
+@every_kernel
 def test_an_empty_batch_is_mapped_and_differentiated(name):
     (place,) = ENTRIES[name].real
     arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), case_of(name, place).structs(batch=0))
@@ -215,7 +216,8 @@ def test_float64_kernels_integers_lists_and_unknown_implementations_are_refused(
         op_of(name, None, None)(*arrays[:at], [1.0], *arrays[at + 1 :])
     with jax.enable_x64(True):
         arrays = drawn(name, dtype="float64")[0]
-        with pytest.raises(NotImplementedError, match=f"^{name}: .*does not take dtype float64, only"):
+        reason = "dtype float64, only" if ENTRIES[name].kernel_dtypes else "any array, because"
+        with pytest.raises(NotImplementedError, match=f"^{name}: .*does not take {reason}"):
             op_of(name, None, "pallas")(*arrays)
         assert all(y.dtype == jnp.float64 for y in results_of(op_of(name, None, None), arrays))
 

@@ -69,6 +69,13 @@ def test_the_backward_of_a_transpose_undoes_it(axes):
     np.testing.assert_array_equal(jaxbp.transpose_backward(y, axes), a)
 
 
+@pytest.mark.parametrize("name", ["transpose", "transpose_backward"])
+def test_pallas_is_refused_with_the_reason_because_a_transpose_has_no_kernel(name):
+    reason = "any array, because no kernel is faster than XLA's transpose; wants 'xla', 'autodiff', or None"
+    with pytest.raises(NotImplementedError, match=f"^{name}: implementation='pallas' does not take {reason}"):
+        getattr(jaxbp, name)(jnp.ones((2, 3)), implementation="pallas")
+
+
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
 def test_a_sum_over_the_batch_is_of_products_that_are_not_rounded(implementation):
     # Float16 rounds 2049 to 2048.

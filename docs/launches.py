@@ -1,0 +1,100 @@
+"""Find the kernels that `implementation="pallas"` launches, by lowering the ops of the catalogue for CUDA.
+
+    python docs/launches.py [NAME ...]
+
+writes the kernels of all ops, or only of the named ops, to docs/launches.json, from which `python docs/tables.py` makes
+a table. All ops take several minutes. No GPU is needed.
+"""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbp.catalogue import CATALOGUE, Entry
+from jaxbp.common.checks import KERNEL_DTYPES
+from jaxbp.verify.arguments import floats, is_float
+from pallas_kernels.core.device import HOPPER, targeting
+
+BATCH = 16384
+FILE = Path(__file__).parent / "launches.json"
+Launches = list[str] | str
+"""Names of kernels, or the error if `implementation="pallas"` raises `NotImplementedError`."""
+_NAME = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
+"""The name of a kernel's function in a lowered program."""
+
+
+def dtypes(entry: Entry) -> Sequence[str]:
+    return entry.kernel_dtypes or KERNEL_DTYPES
+
+
+def recorded() -> dict[str, dict[str, dict[str, Launches]]]:
+    """Return the kernels by op, dtype, and name of the case in the catalogue."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def launches(entry: Entry, place: str, dtype: str) -> Launches:
+    """Return the kernels of the op and its gradients on Hopper, at JAX's default precision."""
+    case = entry.real[place]
+    op = functools.partial(entry.function, **case.options, implementation="pallas")
+    function = op if "_backward" in entry.name else functools.partial(_with_gradients, op)
+    try:
+        with targeting(HOPPER), jax.default_matmul_precision("default"):
+            lowered = (
+                jax.jit(function).trace(*case.structs(case.batch or BATCH, dtype)).lower(lowering_platforms=("cuda",))
+            )
+    except NotImplementedError as error:
+        return str(error)
+    calls = [line for line in lowered.as_text().splitlines() if "@mosaic_gpu" in line]
+    return sorted({_NAME.search(line)[1] for line in calls})
+
+
+def _with_gradients(op: Callable, *arrays: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+
+    def of_floats(*values):
+        values = iter(values)
+        return floats(op(*jax.tree.unflatten(structure, [next(values) if is_float(a) else a for a in leaves])))
+
+    y, vjp = jax.vjp(of_floats, *floats(leaves))
+    return y, vjp(y)
+
+
+def table() -> str:
+    found = recorded()
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for name, of_dtypes in found.items():
+        cells = tuple(map(_cell, of_dtypes.values()))
+        forward = name.removesuffix("_backward")
+        if name == forward or forward not in found or cells != tuple(map(_cell, found[forward].values())):
+            lines.setdefault(cells, []).append(f"`{name}`")
+    rows = [("ops", *KERNEL_DTYPES), ("---",) * (1 + len(KERNEL_DTYPES))]
+    for cells, names in lines.items():
+        rows.append((", ".join(names), cells[0], *("the same" if cell == cells[0] else cell for cell in cells[1:])))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(of_places: dict[str, Launches]) -> str:
+    kernels = sorted({name for names in of_places.values() if isinstance(names, list) for name in names})
+    raises = any(isinstance(names, str) for names in of_places.values())
+    return ", ".join([*(f"`{name}`" for name in kernels), *["raises"] * raises]) or "none"
+
+
+def main(names: Sequence[str]) -> None:
+    entries = {entry.name: entry for entry in CATALOGUE}
+    found = recorded() if FILE.exists() else {}
+    for name in names or entries:
+        entry = entries[name]
+        found[name] = {dtype: {place: launches(entry, place, dtype) for place in entry.real} for dtype in dtypes(entry)}
+        print(name, flush=True)
+    ordered = {name: found[name] for name in entries}
+    FILE.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
