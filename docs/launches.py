@@ -68,15 +68,19 @@ def _with_gradients(op: Callable, *arrays: Any) -> Any:
 def table() -> str:
     found = recorded()
     lines: dict[tuple[str, ...], list[str]] = {}
-    for name, of_dtypes in found.items():
-        cells = tuple(map(_cell, of_dtypes.values()))
-        forward = name.removesuffix("_backward")
-        if name == forward or forward not in found or cells != tuple(map(_cell, found[forward].values())):
+    for name in found:
+        forward, cells = name.removesuffix("_backward"), _cells(found, name)
+        if name == forward or forward not in found or cells != _cells(found, forward):
             lines.setdefault(cells, []).append(f"`{name}`")
     rows = [("ops", *KERNEL_DTYPES), ("---",) * (1 + len(KERNEL_DTYPES))]
     for cells, names in lines.items():
         rows.append((", ".join(names), cells[0], *("the same" if cell == cells[0] else cell for cell in cells[1:])))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cells(found: dict, name: str) -> tuple[str, ...]:
+    forward = name.removesuffix("_backward")
+    return tuple(re.sub(rf"`{forward}(_backward)?`", r"`NAME\1`", _cell(of)) for of in found[name].values())
 
 
 def _cell(of_places: dict[str, Launches]) -> str:

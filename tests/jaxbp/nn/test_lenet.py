@@ -342,13 +342,12 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, result size) of each kernel, and of XLA's reshape."""
+    """Yield (scope, result size) of each kernel."""
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
-    step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
-    for by, shape, location in step.findall(program):
-        scope = scopes[location]
-        if "transpose(" in scope and (by == "@mosaic_gpu" or re.search("/max_pool2d_backward/.*reshape$", scope)):
-            yield scope, math.prod(map(int, shape.split("x")))
+    step = re.compile(r"@mosaic_gpu.* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
+    for shape, location in step.findall(program):
+        if "transpose(" in scopes[location]:
+            yield scopes[location], math.prod(map(int, shape.split("x")))
 
 
 def named(scope, size):
