@@ -196,7 +196,6 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
 TESTED_ELSEWHERE = {
     # A part of a kernel, op, pair, or check is tested through it.
     *(
-        "pallas_kernels/conv/max_pool2d",
         "pallas_kernels/conv/window_tiles_sm90",
         "pallas_kernels/core/mosaic",
         "pallas_kernels/logic/tree",
