@@ -95,7 +95,7 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
 ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ACCESSES = 4
-"""Vectors per thread. Not tuned."""
+"""Vectors per thread. One to eight took equally long: docs/lab/2026-11-28-pools.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,10 @@ class WindowsConfig:
 
     Attributes:
       windows: number of adjacent windows that fill a vector, or 0 if a vector need not begin at a window.
-      rows: whether a thread that reads a window writes all rows of the window, instead of one.
     """
 
     accesses: int
     windows: int = 0
-    rows: bool = True
 
 
 def _unsupported_windows(dy, indices, *, channels_last=False, **sizes):
@@ -160,17 +158,13 @@ def _scatter_windows(dy, indices, window, shape, config):
     columns = dy.shape[-1] // k
 
     def body(dy_ref, index_ref, dx_ref, at):
-        row, column, rows_of_window = quotient(at, columns), remainder(at, columns), range(R)
-        if not config.rows:
-            row, rows_of_window = quotient(row, R), [remainder(row, R)]
-            at = row * columns + column
+        row, column = quotient(at, columns), remainder(at, columns)
         gradient, index = (gathers.columns(gathers.gather_rows(ref, at)) for ref in (dy_ref, index_ref))
-        for u in rows_of_window:
+        for u in range(R):
             values = [_at_position(gradient[i], index[i], u * S + v) for i in range(k) for v in range(S)]
             gathers.scatter_rows(dx_ref, gathers.block_of(values), (row * R + u) * columns + column)
 
-    vectors = dy.size // k * (1 if config.rows else R)
-    return _launch_vectors(body, dy.reshape(-1, k), indices.reshape(-1, k), shape, k * S, vectors, config)
+    return _launch_vectors(body, dy.reshape(-1, k), indices.reshape(-1, k), shape, k * S, dy.size // k, config)
 
 
 def _scatter_positions(dy, indices, window, shape, channels_last, config):
