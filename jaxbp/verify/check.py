@@ -17,7 +17,6 @@ from jaxbp.verify.arguments import (
     takes_implementation,
     without_other_implementations,
 )
-from jaxbp.verify.derivatives import scale_of
 from jaxbp.verify.points import EXTRA_DATA, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
@@ -72,7 +71,8 @@ def check(
     with other requirements, such as sorted arguments, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
-    An argument of `stop_gradient` counts as a constant.
+    An argument of `stop_gradient` counts as a constant. If the forward reads one triangle of a symmetric argument, its
+    gradient may be spread over both triangles.
 
     Args:
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
@@ -158,14 +158,13 @@ def _rows(
     wide = np.float64 in dtypes
     with jax.default_matmul_precision("highest"), jax.enable_x64(wide or jax.config.jax_enable_x64):
         reference, random = Reference(op, arguments, options, settings.gradient_of), at.generator(settings.seed)
-        notes += [reference.note] if reference.note else []
         own = Point(
             USER_DATA,
             [np.asarray(a, np.float64) for a in arguments.floats],
             [at.normal(random, y.shape, y.dtype) for y in reference.results],
         )
         directions = [
-            [at.normal(random, a.shape, a.dtype) * scale_of(np.asarray(a, np.float64)) for a in arguments.floats]
+            [at.direction(random, np.asarray(a, np.float64), a.dtype) for a in arguments.floats]
             for _ in range(settings.order - 1)
         ]
         study = Study(op, arguments, options, settings, reference, directions)
@@ -185,6 +184,7 @@ def _rows(
             if not is_broken(found) and "dtypes" in settings.added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
                     yield from study.in_dtype(programs, dtype, (own, large))
+        notes += reference.notes
 
 
 def _untried(rows, options, cases, added) -> str:

@@ -1,6 +1,7 @@
 """Run programs of narrower dtypes in float64, because rounding would hide the small steps of finite differences."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,26 @@ class CannotLiftError(NotImplementedError):
     """A part of a program cannot run in float64."""
 
 
-def lifted(function: Callable) -> Callable:
-    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result."""
-    return rerun(function, _lift, _wide)
+def lifted(
+    function: Callable, traced_in: tuple[Sequence[np.dtype], Sequence[np.dtype], bool] | None = None
+) -> Callable:
+    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result.
+
+    If JAX cannot trace `function` in float64, `traced_in` has the dtypes of its values and of its cotangents, and the
+    64-bit mode in which JAX can trace it. `function` then takes values, cotangents, and directions, in this order.
+    """
+    if traced_in is None:
+        return rerun(function, _lift, _wide)
+    values, cotangents, wide_mode = traced_in
+
+    def trace(function, args):
+        leaves, structure = jax.tree.flatten(args)
+        dtypes = itertools.chain(values, cotangents, itertools.cycle(values))
+        shapes = [jax.ShapeDtypeStruct(jnp.shape(a), dtype) for a, dtype in zip(leaves, dtypes, strict=False)]
+        with jax.enable_x64(wide_mode):
+            return jax.make_jaxpr(function, return_shape=True)(*structure.unflatten(shapes))
+
+    return rerun(function, _lift, _wide, trace)
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
