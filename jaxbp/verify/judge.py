@@ -96,10 +96,9 @@ class Judge:
         wrong, reason, hint = held & (case.excess() > 1), None, None
         if wrong.any():
             wrong, reason = self._excused_by_rounding(case, wrong, held, autodiff)
-        if wrong.any() and expected.order > 0:
-            if self.reference.symmetric[i]:
-                why = "the gradient of one triangle is spread over both, right for symmetric arguments"
-                wrong, reason = _excused(wrong, _is_spread(a, e, tolerance), reason, why)
+        if wrong.any() and expected.order > 0 and self.reference.symmetric[i]:
+            why = "the gradient of one triangle is spread over both, right for symmetric arguments"
+            wrong, reason = _excused(wrong, _is_spread(a, e, tolerance), reason, why)
         if wrong.any() and expected.order > 0:
             wrong, reason, hint = self._excused_by_kinks(case, wrong, reason, checked)
         return self._fields(case, wrong, held, undecided, reason, hint)
