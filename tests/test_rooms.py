@@ -215,7 +215,7 @@ TESTED_ELSEWHERE = {
     *("jaxbp/common/gradients", "jaxbp/common/options"),
     *(
         f"jaxbp/verify/{name}"
-        for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
+        for name in ("causes", "derivatives", "differences", "exact", "interpreter", "judge", "measurement", "page")
     ),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
     "jaxbp/catalogue/cases",

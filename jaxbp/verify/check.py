@@ -22,14 +22,8 @@ from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
 from jaxbp.verify.report import CheckResult, CheckRow
 from jaxbp.verify.study import Settings, Study, is_broken
-from jaxbp.verify.tolerance import Tolerance
+from jaxbp.verify.tolerance import TOLERANCES, Tolerance
 
-TOLERANCES: Mapping[str, Tolerance] = {
-    "float16": Tolerance(rtol=1e-2, atol=1e-4, step=1e-3),
-    "bfloat16": Tolerance(rtol=2e-2, atol=1e-3, step=1e-3),
-    "float32": Tolerance(rtol=1e-4, atol=1e-7, step=None),
-    "float64": Tolerance(rtol=1e-7, atol=1e-10, step=1e-7),
-}
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
 

@@ -15,6 +15,9 @@ JAX_FOLDER = str(Path(jax.__file__).parent)
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """`rule(equation, inputs) -> results`."""
 
+Trace = Callable[[Callable, tuple], tuple[Any, Any]]
+"""`trace(function, args) -> (program, shapes of the results)`."""
+
 
 def is_program(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
@@ -90,11 +93,11 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
     return None
 
 
-def _trace(function: Callable, args: tuple) -> tuple[Any, Any]:
+def traced(function: Callable, args: tuple) -> tuple[Any, Any]:
     return jax.make_jaxpr(function, return_shape=True)(*args)
 
 
-def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a, trace: Callable = _trace) -> Callable:
+def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a, trace: Trace = traced) -> Callable:
     def run(*args):
         program, shapes = trace(function, args)
         results = evaluate(program, [constant(jnp.asarray(a)) for a in jax.tree.leaves(args)], rule, constant)

@@ -5,7 +5,7 @@ A kink is a point at which the slopes on the two sides differ.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,8 +130,8 @@ class Judge:
                 as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
             fine = as_autodiff & ~case.contradicted
             wrong, reason = _excused(wrong, fine, reason, f"the same as autodiff in {dtype}")
-        if wrong.any() and autodiff is not None and not _is_multiple(a, e, autodiff, held, case.tolerance):
-            fine = case.excess(ALLOWED * self._rounding(point, order, i)) <= 1
+        if wrong.any() and autodiff is not None:
+            fine = is_as_exact(a, e, autodiff, held, case.tolerance, lambda: self._rounding(point, order, i))
             wrong, reason = _excused(wrong, fine, reason, "within the rounding error of autodiff")
         if wrong.any():
             # Ops in half precision accumulate in float32. Above order 1, they differentiate a rounded gradient.
@@ -292,8 +292,7 @@ class Judge:
             part = [np.asarray(g, np.float64) for g in part]
             found = [np.nan_to_num(g[:, k], nan=0.0, posinf=0.0, neginf=0.0) for g in self._otherwise[1]]
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
-            low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
-            fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
+            fine &= is_between(part[i], found[i], limits[i])
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -325,6 +324,24 @@ class Judge:
 
 def _excused(wrong, fine, reason, why):
     return wrong & ~fine, why if (wrong & fine).any() else reason
+
+
+def is_as_exact(
+    a: np.ndarray, e: np.ndarray, autodiff: np.ndarray, held: Any, tolerance: Tolerance, error: Callable[[], float]
+) -> np.ndarray:
+    """Return a mask of the elements of `a` that `ALLOWED` times autodiff's rounding error `error()` explains.
+
+    The mask is empty if `a` differs from `e` by a factor, but `autodiff` does not.
+    """
+    if _is_multiple(a, e, autodiff, held, tolerance):
+        return np.zeros(a.shape, bool)
+    return excess_and_difference(a, e, tolerance, ALLOWED * error())[0] <= 1
+
+
+def is_between(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Return a mask of the elements of `a` in the range of the arrays `found`, if sums along each axis are, too."""
+    inside = (a >= found.min(axis=0) - limit) & (a <= found.max(axis=0) + limit)
+    return inside & _sums_are_right(a, found, limit)
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
+from jaxbp.verify.interpreter import Trace, bind, evaluate, is_program, rerun, structured, traced
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
 """Primitives whose code is fixed to the traced dtypes."""
@@ -19,26 +19,26 @@ class CannotLiftError(NotImplementedError):
     """A part of a program cannot run in float64."""
 
 
-def lifted(
-    function: Callable, traced_in: tuple[Sequence[np.dtype], Sequence[np.dtype], bool] | None = None
-) -> Callable:
+def lifted(function: Callable, trace: Trace = traced) -> Callable:
     """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result.
 
-    If JAX cannot trace `function` in float64, `traced_in` has the dtypes of its values and of its cotangents, and the
-    64-bit mode in which JAX can trace it. `function` then takes values, cotangents, and directions, in this order.
+    If JAX cannot trace `function` in float64, `trace` traces it in other dtypes.
     """
-    if traced_in is None:
-        return rerun(function, _lift, _wide)
-    values, cotangents, wide_mode = traced_in
+    return rerun(function, _lift, _wide, trace)
+
+
+def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Trace:
+    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode."""
+    mode = jax.config.jax_enable_x64
 
     def trace(function, args):
         leaves, structure = jax.tree.flatten(args)
         dtypes = itertools.chain(values, cotangents, itertools.cycle(values))
         shapes = [jax.ShapeDtypeStruct(jnp.shape(a), dtype) for a, dtype in zip(leaves, dtypes, strict=False)]
-        with jax.enable_x64(wide_mode):
-            return jax.make_jaxpr(function, return_shape=True)(*structure.unflatten(shapes))
+        with jax.enable_x64(mode):
+            return traced(function, structure.unflatten(shapes))
 
-    return rerun(function, _lift, _wide, trace)
+    return trace
 
 
 def narrowest(*programs: Any) -> np.dtype | None:

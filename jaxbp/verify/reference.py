@@ -23,7 +23,7 @@ from jaxbp.verify.derivatives import (
 )
 from jaxbp.verify.differences import EPS, Differences, Slopes, confirmed, decided
 from jaxbp.verify.interpreter import equations, has, has_custom_rules, stops_by_value, without_custom_rules
-from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest
+from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest, traced_in
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
@@ -106,10 +106,10 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lift(self, op, dtype, refused):
-        dtypes = None
+        transform = lifted
         if refused is not None:
-            dtypes = [a.dtype for a in self._arguments], [y.dtype for y in self.results], jax.config.jax_enable_x64
-        transform = functools.partial(lifted, traced_in=dtypes)
+            trace = traced_in([a.dtype for a in self._arguments], [y.dtype for y in self.results])
+            transform = functools.partial(lifted, trace=trace)
         try:
             _traced_in_float64(transform(value_and_gradients(self.function)), self._arguments, self.results)
         except Exception as error:
