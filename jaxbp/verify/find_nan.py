@@ -33,7 +33,7 @@ class NonFinite:
       op, implementation: the enclosing op of jaxbp and its implementation, or "".
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
-      inner_source: the line in jaxbp, or "".
+      inner_source: the line in jaxbp or in its kernels, or "".
       loops: the enclosing loops, outermost first, such as `("scan, iteration 3",)`.
     """
 
