@@ -28,13 +28,15 @@ def lifted(function: Callable, trace: Trace = traced) -> Callable:
 
 
 def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Trace:
-    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode."""
+    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode. Other arrays,
+    such as integers, keep their dtypes."""
     mode = jax.config.jax_enable_x64
 
     def trace(function, args):
         leaves, structure = jax.tree.flatten(args)
         dtypes = itertools.chain(values, cotangents, itertools.cycle(values))
-        shapes = [jax.ShapeDtypeStruct(jnp.shape(a), dtype) for a, dtype in zip(leaves, dtypes, strict=False)]
+        narrow = [dtype if _is_float(a) else a.dtype for a, dtype in zip(leaves, dtypes, strict=False)]
+        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(leaves, narrow, strict=True)]
         with jax.enable_x64(mode):
             return traced(function, structure.unflatten(shapes))
 
