@@ -178,8 +178,8 @@ def factored_solve(a, b):
     return jax.jit(lambda a, b: lax.custom_linear_solve(lambda x: a @ x, b, solve, lambda _, b: inverse.T @ b))(a, b)
 
 
-def cube_in_a_loop(x):
-    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * x), (0, jnp.ones_like(x)))[1]
+def square_in_a_loop(x):
+    return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] * x), (0, jnp.ones_like(x)))[1]
 
 
 def fixed_point(a):
@@ -201,11 +201,13 @@ RIGHT = {
         with_rule(lambda x: jnp.log(jnp.abs(x)), lambda r, dy: (dy / r[0],)), np.float32([1.5e-38, 1.2, 3.0]),
     ),
     "a slope of 1e19": (jnp.cbrt, np.float32([1e-30, 1.0, -2.0])),
-    "a loop without reverse mode": (with_rule(cube_in_a_loop, lambda r, dy: (3 * dy * r[0] ** 2,)), VECTOR),
+    "a loop without reverse mode, and rounding": (
+        with_rule(square_in_a_loop, lambda r, dy: (2 * dy * ((r[0] + 1e4) - 1e4),)), VECTOR / 3,
+    ),
     "a loop that stops at a tolerance": (
         with_rule(fixed_point, lambda r, dy: (dy / (1 - jnp.cos(r[1]) / 3),)), VECTOR,
     ),
-    "a backward in float32": (with_rule(lambda x: x**3, lambda r, dy: (narrow(dy, r[0]),)), VECTOR),
+    "a backward in float32": (with_rule(lambda x: x**3, lambda r, dy: (narrow(dy, r[0]),)), -VECTOR),
     "indices of two integer dtypes in 64-bit mode": (
         lambda x, i: lax.dynamic_slice(jnp.sin(x), (i, 0), (2, 1)), MATRIX, np.int32(1),
     ),
@@ -218,8 +220,6 @@ RIGHT = {
 def test_a_right_function_passes(name):
     function, *args = RIGHT[name]
     added = ("zeros",) if name == "a loop that stops at a tolerance" else ()
-    if name.startswith("a loop without"):
-        added = ("kinks",)
     check(function, *args, added=added).raise_if_failed()
 
 
