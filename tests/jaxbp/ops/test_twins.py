@@ -594,6 +594,8 @@ def test_labels_of_other_dtypes_and_shapes_give_what_the_twin_gives(name):
 @ours
 def test_gradients_of_weakly_typed_arguments_are_weakly_typed(implementation):
     for name in [*UNARY, *BINARY]:
+        if (name, implementation) == ("transpose", "pallas"):
+            continue  # there is no kernel
         op = functools.partial(_op_and_twin(name)[0], implementation=implementation)
         arrays = (WEAK,) * (2 if name in BINARY else 1)
         results = jax.eval_shape(lambda *a, op=op: jax.vjp(op, *a)[1](jnp.zeros_like(op(*a))), *arrays)
