@@ -179,8 +179,11 @@ def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
+    given = {a.shape for a in arrays.values()}
+    if len(given) == 1:
+        return given.pop()
     try:
-        return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
+        return jnp.broadcast_shapes(*given)
     except ValueError:
         shapes = " and ".join(f"{name} has shape {a.shape}" for name, a in arrays.items())
         raise ValueError(f"{op}: {shapes}; wants shapes that broadcast") from None

@@ -269,8 +269,9 @@ def _check(op, axis, *, logits, labels, where, **dy):
     is_class = _is_class(labels) and labels.shape != jnp.shape(logits)
     weights = {} if is_class else {"labels": labels}
     logits, *others = checks.floating(op, logits=logits, **dy, **weights)
-    if not is_class:
-        given, shape = logits.shape, checks.broadcast(op, logits=logits, labels=labels)
+    given = logits.shape
+    if not is_class and labels.shape != given:
+        shape = checks.broadcast(op, logits=logits, labels=labels)
         logits, others[-1] = jnp.broadcast_to(logits, shape), jnp.broadcast_to(others[-1], shape)
     axes = checks.axes(op, axis, logits.ndim)
     if not axes or math.prod(logits.shape[i] for i in axes) == 0:
@@ -287,12 +288,12 @@ def _check(op, axis, *, logits, labels, where, **dy):
                 f"{op}: integer labels have shape {labels.shape}; wants {batch}, one class per "
                 f"example of logits {logits.shape}"
             )
-        labels = jnp.broadcast_to(labels, batch)
+        labels = labels if labels.shape == batch else jnp.broadcast_to(labels, batch)
     else:
         labels = others.pop()
-        aligned = (1,) * (len(shape) - len(given)) + given
-        if any(aligned[i] != shape[i] for i in axes):
-            raise ValueError(f"{op}: logits has shape {given}; wants the classes of {shape}, as the labels")
+        aligned = (1,) * (logits.ndim - len(given)) + given
+        if any(aligned[i] != logits.shape[i] for i in axes):
+            raise ValueError(f"{op}: logits has shape {given}; wants the classes of {logits.shape}, as the labels")
         labels = _classes_last(labels, axes)
     if where is not None and where.ndim == logits.ndim:
         # A mask with one boolean per example may have axes of size 1 for the classes.
