@@ -143,15 +143,17 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
-        return "2^31 or more elements"
-    return unsupported_dtype(*arrays)
+    if reason := unsupported_dtype(*arrays):
+        return reason
+    return "2^31 or more elements" if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)) else None
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
+        if not all(isinstance(size, int) for size in a.shape):
+            return f"the symbolic shape {a.shape}"
     return None
 
 

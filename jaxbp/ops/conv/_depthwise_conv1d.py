@@ -85,10 +85,11 @@ def _filled(a):
 def _unsupported(x, w, b, **options):
     if w.shape[0] > kernels.MAX_FILTER_WIDTH:
         return f"filters of width {w.shape[0]}, only up to {kernels.MAX_FILTER_WIDTH}"
+    if reason := checks.unsupported_dtype(x):
+        return reason
     channels = w.shape[1]
-    if x.size // channels * (channels + -channels % LANES) >= 2**31:  # indices have 32 bits
-        return "2^31 or more elements"
-    return checks.unsupported_dtype(x)
+    is_large = x.size // channels * (channels + -channels % LANES) >= 2**31  # indices have 32 bits
+    return "2^31 or more elements" if is_large else None
 
 
 def _default(*arrays, width_axis, **options):

@@ -1,5 +1,6 @@
 """Embedding. A token is one element of the indices."""
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
 from jaxbp.sharding import batched, on_explicit_axes
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import embedding as kernels
 
@@ -79,6 +81,12 @@ def _scatter(dy, indices, *, num_embeddings):
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
 
 
+def _formula(dy, indices, **options):
+    # A scatter that adds would add in a varying order on a GPU. On a CPU, it is faster than sorted runs.
+    runs, scatter = (functools.partial(formula, **options) for formula in (_sums_of_runs, _scatter))
+    return on_gpu(runs, scatter, dy, indices)
+
+
 def _kernel(dy, indices, *, num_embeddings):
     if dy.size == 0:
         return _scatter(dy, indices, num_embeddings=num_embeddings)
@@ -92,17 +100,19 @@ def _kernel(dy, indices, *, num_embeddings):
 
 
 def _unsupported(indices, table, *, num_embeddings):
-    if indices.size * table.shape[1] >= 2**31:
-        return "2^31 or more elements"
-    return checks.unsupported(table)
+    if reason := checks.unsupported(indices, table):
+        return reason
+    return "2^31 or more elements" if indices.size * table.shape[1] >= 2**31 else None
 
 
 KERNEL_EMBEDDINGS = 4096
-"""On GPUs, the kernel is the default from this number of embeddings on, with at most four tokens per embedding
-(docs/lab/2026-11-26-embedding.md)."""
+"""In float32 on GPUs, the kernel is the default from this number of embeddings on, with at most four tokens per
+embedding (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
+    if wide(table.dtype) != table.dtype:  # autodiff adds in half precision
+        return DefaultImplementation()
     tokens = math.prod(indices.shape)
     is_sparse = not isinstance(tokens, int) or tokens <= 4 * num_embeddings
     if num_embeddings >= KERNEL_EMBEDDINGS and is_sparse:
@@ -110,10 +120,10 @@ def _default(indices, table, *, num_embeddings):
     return AUTODIFF_EVERYWHERE
 
 
-_SUMS_OF_RUNS = differentiable(_sums_of_runs, _scatter, batched(0, 1))
+_FORMULA = differentiable(_formula, _scatter, batched(0, 1))
 _EMBEDDING = Pair(
     _forward,
-    {"xla": _SUMS_OF_RUNS, "pallas": _kernel},
+    {"xla": _FORMULA, "pallas": _kernel},
     save=_save,
     residuals=_residuals,
     name="embedding",

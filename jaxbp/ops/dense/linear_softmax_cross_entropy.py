@@ -111,7 +111,7 @@ def _chunk_rows(rows, w):
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
     most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
     if not isinstance(rows, int):
-        return most
+        return 1 + rows // (1 + rows // most)  # for every number of rows, in [1, most]
     if rows * row_bytes <= CHUNK_BYTES:
         return None
     size = -(-rows // -(-rows // most))
@@ -131,29 +131,31 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
     return carry, jax.tree.map(undivided, results)
 
 
-def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None."""
+def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision, dtype=None):
+    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None. dw and db
+    have the given dtype, by default w's."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
     options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     size = _chunk_rows(x.shape[0], w)
-    dtype = w.dtype if size is None else wide(w.dtype)
+    dtype = dtype or w.dtype
+    sums_dtype = dtype if size is None else wide(dtype)
 
     def step(sums, x, labels, kept, dy=None):
         logits = jnp.matmul(x, w.T, precision=precision)
         loss, dlogits = _losses_and_dlogits(kernel, logits, labels, kept, dy, b, **options)
         if dy is None:
             return sums, (loss, None)
-        dx, *gradients = _products(dlogits, x, w, b, precision, dtype)
+        dx, *gradients = _products(dlogits, x, w, b, precision, sums_dtype)
         return tuple(gradients) if size is None else jax.tree.map(jnp.add, sums, tuple(gradients)), (loss, dx)
 
     if dy is None:
         (loss, _) = _over_chunks(step, (), size, x, labels, kept)[1]
         return loss, (None, None, None)
-    zeros = tuple(None if a is None else jnp.zeros(a.shape, dtype) for a in (w, b))
+    zeros = tuple(None if a is None else jnp.zeros(a.shape, sums_dtype) for a in (w, b))
     sums, (loss, dx) = _over_chunks(step, unify_varying_axes((w, zeros))[1], size, x, labels, kept, dy)
-    dw, db = (None if a is None else a[:classes].astype(w.dtype) for a in sums)
+    dw, db = (None if a is None else a[:classes].astype(dtype) for a in sums)
     return loss, (dx, dw, db)
 
 
@@ -188,10 +190,11 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     dtype = wide(x.dtype)
     count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
     # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could underflow, so the
-    # backward divides.
+    # backward divides. The sums could overflow, so they stay in float32.
     divided_early = x.dtype != jnp.float16
     dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
-    loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
+    sums_dtype = x.dtype if divided_early else dtype
+    loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, dtype=sums_dtype, **options)
     gradients = dx.reshape(x.shape), dw, db
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype), (*gradients, None if divided_early else count)
 
@@ -206,7 +209,7 @@ def _backward(dy, *saved, reduction, **options):
     *gradients, count = saved
     factor = dy.astype(wide(dy.dtype))
     factor = factor if count is None else factor / count
-    dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(a.dtype) for a in gradients)
+    dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(dy.dtype) for a in gradients)
     return dx, dw, None, db, None
 
 

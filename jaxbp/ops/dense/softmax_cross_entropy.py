@@ -30,8 +30,9 @@ def _is_class(labels):
 
 def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
     dtype, rows = logits.dtype, _examples(where, logits)
-    logits, labels = _included(logits, labels, where)
-    log_probabilities, uniform = jax.nn.log_softmax(upcast(logits)), _uniform(where, logits, label_smoothing)
+    # After one conversion, autodiff rounds the gradient once. After several, it would add rounded gradients.
+    logits, labels = _included(upcast(logits), labels, where)
+    log_probabilities, uniform = jax.nn.log_softmax(logits), _uniform(where, logits, label_smoothing)
     if _is_class(labels):
         valid = are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
@@ -42,7 +43,7 @@ def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
     else:
         loss = _weighted(_smoothed(upcast(labels), uniform, label_smoothing), log_probabilities)
     if z_loss:
-        loss += z_loss * jnp.square(jax.nn.logsumexp(upcast(logits), axis=-1))
+        loss += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return select(rows, loss, 0).astype(dtype)
 
 

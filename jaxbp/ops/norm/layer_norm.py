@@ -66,8 +66,10 @@ def _along_rows(parameter, x):
 
 
 def normalise(x, scale, bias, *, eps, center):
+    # After one conversion, autodiff rounds the gradient once. After several, it would add rounded gradients.
+    dtype, x = x.dtype, upcast(x)
     offset, inv_std = row_statistics(x, eps=eps, center=center)
-    return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
+    return _scaled(_normalised(x, offset, inv_std), scale, bias, dtype), offset, inv_std
 
 
 def normalise_kernel(x, scale, bias, *, eps, center):
