@@ -55,6 +55,15 @@ def on_explicit_axes(arrays: Any) -> bool:
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
+def sharding_of_rows(x: jax.Array, w: jax.Array) -> NamedSharding | None:
+    """Return the sharding of `x @ w.T`, which JAX wants as `out_sharding` if an explicit axis of the mesh divides the
+    features, else None."""
+    of_x, of_w = (jax.typeof(a).sharding for a in (x, w))
+    if not on_explicit_axes((x, w)) or None in (of_x.spec[1], of_w.spec[1]):
+        return None
+    return NamedSharding(of_x.mesh, PartitionSpec(of_x.spec[0], of_w.spec[0]))
+
+
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded as JAX shards `autodiff(*arrays)`, an equivalent function. Within `function`,
     XLA chooses the sharding, because a hand-written backward does not pass `out_sharding` to its products."""

@@ -80,15 +80,21 @@ def is_discrete(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.integer) or a.dtype == bool
 
 
+_MAY_BE_EMPTY = ("batch", "features", "in_features", "out_features")
+
+
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require that `a` has the shape `wanted`, where "batch" is any size, and any other string any size except 0."""
+    """Require that `a` has the shape `wanted`, where a string in `_MAY_BE_EMPTY` is any size, and any other string any
+    size except 0."""
     fits = len(a.shape) == len(wanted) and all(
-        want == "batch" or size > 0 if isinstance(want, str) else size == want
-        for size, want in zip(a.shape, wanted, strict=True)
+        isinstance(want, str) or size == want for size, want in zip(a.shape, wanted, strict=True)
     )
-    if not fits:
+    nonempty = [(size, want) for size, want in zip(a.shape, wanted, strict=False) if want not in _MAY_BE_EMPTY]
+    empty = [want for size, want in nonempty if isinstance(want, str) and size == 0]
+    if not fits or empty:
         pattern = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
-        raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
+        at_least = f" with {' and '.join(empty)} of at least 1" if fits else ""
+        raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern}){at_least}")
 
 
 def scale_and_bias(

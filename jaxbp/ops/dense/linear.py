@@ -29,6 +29,8 @@ def _gradients(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
+    if 0 in (*x.shape, *w.shape):
+        return _gradients(dy, x, w, b, precision=precision)
     rows_dy, rows_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     options = dict(precision=precision, dtype=x.dtype)
     dx = products.kernel(rows_dy, w, **options).reshape(x.shape)

@@ -21,7 +21,7 @@ from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
-from jaxbp.sharding import mesh_of
+from jaxbp.sharding import mesh_of, sharding_of_rows
 from pallas_kernels.core.launch import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
@@ -170,7 +170,7 @@ def _count(kept):
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    z = jnp.matmul(rows, w.T, precision=precision)
+    z = jnp.matmul(rows, w.T, precision=precision, out_sharding=sharding_of_rows(rows, w))
     options |= dict(classes=len(w), softcap=softcap)
     loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], labels, kept, None, None, **options)
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)

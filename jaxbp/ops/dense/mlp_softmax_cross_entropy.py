@@ -18,7 +18,7 @@ from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.dense import _products as products
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
-from jaxbp.sharding import Axes, BatchAxes, batched
+from jaxbp.sharding import Axes, BatchAxes, batched, sharding_of_rows
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 def rows(x, labels, weights, biases, *, precision=None):
     hidden = []
     for w, b in zip(weights, biases, strict=True):
-        z = jnp.matmul(x, w.T, precision=precision) + b[None]
+        z = jnp.matmul(x, w.T, precision=precision, out_sharding=sharding_of_rows(x, w)) + b[None]
         x = jax.nn.relu(z)
         hidden.append(x)
     return losses(z, labels), z, tuple(hidden[:-1])
@@ -169,9 +169,10 @@ _WEIGHED_GRADIENTS = _with_kernel(mlp_weighed_gradients_sm90.weighed_gradients, 
 
 def _has_kernel(x, labels, *layers, precision):
     weights, biases = layers[::2], layers[1::2]
+    if checks.unsupported_dtype(x) or not on_tensor_cores(x.dtype, precision) or 0 in (len(x), *_sizes(weights)):
+        return False
     lanes = jax.eval_shape(_lanes, x, labels, weights)
-    tensor_cores = on_tensor_cores(x.dtype, precision) and len(x) > 0
-    return tensor_cores and kernels.forward.unsupported(*lanes, weights, biases) is None
+    return kernels.forward.unsupported(*lanes, weights, biases) is None
 
 
 def _default(*arrays, **options):
@@ -343,12 +344,13 @@ def _check(op, x, labels, layers, **dy):
     labels = checks.array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., in_features), with at least one feature")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has shape (); wants (..., in_features)")
     checks.shape(op, "labels", labels, *x.shape[:-1])
     features = x.shape[-1]
     for i in range(0, len(layers), 2):
-        checks.shape(op, names[i], layers[i], "out_features", features)
+        outputs = "out_features" if i + 2 < len(layers) else "classes"
+        checks.shape(op, names[i], layers[i], outputs, features)
         features = layers[i].shape[0]
         checks.shape(op, names[i + 1], layers[i + 1], features)
     return x, labels.astype(jnp.int32), layers, *dy
