@@ -1,6 +1,8 @@
+import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import re
 
 import jax
@@ -21,6 +23,7 @@ from helpers import (
     every_implementation,
     floats,
     in_float64,
+    is_float,
     last_program_first,
     launches,
     of_floats,
@@ -39,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
+from jaxbp.pairing import Op
 from pallas_kernels.core.simulator import simulated
 
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
@@ -139,6 +143,47 @@ def test_first_and_second_derivatives_of_formulas_match_finite_differences(name)
 @every_op
 def test_value_and_gradients_match_float64(name, implementation):
     _check_at_place(name, None, implementation, "float32", batch=2)
+
+
+def _implementations_of_none(name, dtype):
+    """Return the implementations that None selects on any platform."""
+    selected = set()
+
+    def by_platform(op, arrays, options):
+        default = op.default(*arrays, **options) if callable(op.default) else op.default
+        selected.update(map(op._available, dataclasses.astuple(default)))
+        return op._bind("xla", options)(*arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "_by_platform", by_platform)
+        jax.eval_shape(op_of(name, None, None), *ENTRIES[name].small.structs(dtype=dtype))
+    return selected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_default_adds_long_sums_less_exactly_than_the_formula(name, dtype):
+    if "autodiff" not in _implementations_of_none(name, dtype):
+        return
+    place, case = next(iter(ENTRIES[name].real.items()))
+    one, two = (sum(math.prod(a.shape) for a in case.structs(batch, dtype)) for batch in (1, 2))
+    batch = 2**20 // (two - one)
+    # Positive terms do not cancel.
+    positive = lambda a: jnp.abs(a) if is_float(a) else a  # noqa: E731
+    arrays, cotangents = jax.tree.map(positive, drawn(name, place, dtype=dtype, batch=batch))
+
+    def errors(implementation):
+        found = run(implementation)(arrays, cotangents)
+        return [relative_error(a, e) for a, e in zip(jax.tree.leaves(found), exact, strict=True)]
+
+    def run(implementation):
+        if not name.endswith("_backward"):
+            return compiled(name, place, implementation)
+        return jax.jit(lambda arrays, _: op_of(name, place, implementation)(*arrays))
+
+    exact = jax.tree.leaves(in_float64(run("autodiff"), arrays, cotangents))
+    for error, allowed in zip(errors("autodiff"), errors("xla"), strict=True):
+        assert error <= 1.2 * allowed + 0.05 * jnp.finfo(dtype).eps
 
 
 def _half_precisions():
