@@ -42,18 +42,23 @@ def test_integers_stay_only_without_a_floating_argument():
         assert [(a.dtype, jax.typeof(a).weak_type) for a in promoted] == [(jnp.float32, True)] * 2
 
 
-def test_a_batch_may_be_empty_and_other_sizes_may_not():
+def test_a_batch_and_features_may_be_empty_and_other_sizes_may_not():
     checks.shape("op", "x", np.ones((0, 3)), "batch", 3)
+    checks.shape("op", "w", np.ones((0, 0)), "out_features", "in_features")
+    sizes = np.ones((2, 0)), "batch", "hidden"
     refuses(
-        ValueError,
-        "op: x has shape (2, 0); wants (batch, hidden)",
-        checks.shape,
-        "x",
-        np.ones((2, 0)),
-        "batch",
-        "hidden",
+        ValueError, "op: x has shape (2, 0); wants (batch, hidden) with hidden of at least 1", checks.shape, "x", *sizes
     )
+    refuses(ValueError, "op: x has shape (2, 0); wants (batch, 1, hidden)", checks.shape, "x", *sizes[:2], 1, "hidden")
     refuses(ValueError, "op: x has shape (2,); wants (3,)", checks.shape, "x", np.ones(2), 3)
+
+
+@pytest.mark.parametrize("unsupported", [checks.unsupported, checks.unsupported_dtype])
+def test_kernels_do_not_support_symbolic_shapes(unsupported):
+    (batch,) = jax.export.symbolic_shape("batch")
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3), (batch, 3))]
+    assert unsupported(*structs) == "the symbolic shape (batch, 3)"
+    assert unsupported(structs[0]) is None
 
 
 @pytest.mark.parametrize(("value", "both"), [(2, (2, 2)), ([1, 3], (1, 3))])

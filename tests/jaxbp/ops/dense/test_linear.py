@@ -51,6 +51,18 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(batch, implementati
     np.testing.assert_array_equal(db, np.zeros(2))
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 2), (5, 0), (0, 0)])
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@every_implementation
+def test_without_features_results_and_gradients_are_those_of_jax(implementation, precision, inputs, outputs):
+    x, w, b, dy = normal((3, inputs), (outputs, inputs), (outputs,), (3, outputs))
+    options = dict(precision=precision, implementation=implementation)
+    y, vjp = jax.vjp(functools.partial(linear, **options), x, w, b)
+    expected, expected_vjp = jax.vjp(lambda x, w, b: x @ w.T + b, x, w, b)
+    np.testing.assert_array_equal(y, expected)
+    assert_close(vjp(dy), expected_vjp(dy), "float32")
+
+
 @pytest.mark.parametrize(
     ("dtype", "default", "precision", "kernels", "rounds"),
     [

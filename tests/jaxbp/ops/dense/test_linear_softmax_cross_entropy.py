@@ -140,6 +140,40 @@ def test_half_precision_is_no_farther_from_float64_than_plain_jax(rows, dtype):
             assert all(a.dtype == dtype for a in jax.tree.leaves(ours))
 
 
+@pytest.mark.parametrize(("implementation", "chunk_bytes"), [("pallas", 2**30), ("xla", 2**30), ("xla", 2**10)])
+def test_sums_that_overflow_in_float16_are_divided_before_they_are_rounded(monkeypatch, implementation, chunk_bytes):
+    monkeypatch.setattr(op, "CHUNK_BYTES", chunk_bytes)
+    jax.clear_caches()
+    x, w, b = jnp.full((200, 1), 512, jnp.float16), jnp.zeros((4, 1), jnp.float16), jnp.zeros(4, jnp.float16)
+
+    def gradients(reduction, divisor):
+        def loss(w, b):
+            options = dict(reduction=reduction, implementation=implementation)
+            return linear_softmax_cross_entropy(x, w, jnp.zeros(len(x), int), b, **options).astype("float32") / divisor
+
+        return jax.grad(loss, (0, 1))(w, b)
+
+    for dw, db in jax.jit(lambda: (gradients("mean", 1), gradients("sum", len(x))))():
+        np.testing.assert_allclose(dw[:, 0], [-384, 128, 128, 128], rtol=1e-3)
+        np.testing.assert_allclose(db, [-0.75, 0.25, 0.25, 0.25], rtol=1e-3)
+        assert dw.dtype == db.dtype == "float16"
+
+
+@pytest.mark.parametrize(("implementation", "reduction"), [("xla", "mean"), (None, None)])
+def test_a_program_for_any_number_of_rows_pads_less_than_one_row_per_chunk(implementation, reduction):
+    (rows,) = jax.export.symbolic_shape("rows")
+    w = jnp.zeros((CLASSES, FEATURES))
+    assert {(1 + op._chunk_rows(rows, w))._evaluate({"rows": n}) for n in (1, 2, 7)} == {3, 4, 9}
+    with in_chunks(3):
+        assert op._chunk_rows(rows, w)._evaluate({"rows": 1000}) == 3
+        f = functools.partial(linear_softmax_cross_entropy, reduction=reduction, implementation=implementation)
+        gradients = jax.jit(jax.value_and_grad(lambda x, labels: jnp.sum(jnp.sin(f(x, w + 1, labels)))))
+        structs = (jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in [((rows, FEATURES), w), ((rows,), LABELS)])
+        exported = jax.export.export(gradients, platforms=["cpu"])(*structs)
+        (x, *_) = arrays()
+        assert_close(exported.call(x, LABELS), gradients(x, LABELS), "float32")
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
 def test_dropped_rows_are_not_read_and_have_no_gradient(reduction, implementation):
     x, w, b = arrays()
@@ -288,6 +322,23 @@ def test_bad_arguments_are_named(change, message):
     arguments = dict(x=x, w=w, labels=LABELS, b=b) | change
     with pytest.raises((TypeError, ValueError), match=f"^linear_softmax_cross_entropy: {message}"):
         linear_softmax_cross_entropy(**arguments)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+@pytest.mark.parametrize("implementation", ["autodiff", "xla"])
+def test_explicit_axes_may_divide_the_features(implementation):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x, w, b = normal((4, 8), (CLASSES, 8), (CLASSES,))
+    gradients = jax.value_and_grad(
+        lambda x, w, b, labels: linear_softmax_cross_entropy(x, w, labels, b, implementation=implementation), (0, 1, 2)
+    )
+    expected = jax.jit(gradients)(x, w, b, LABELS[:4])
+    with jax.set_mesh(mesh):
+        specs = P("data", "model"), P(None, "model"), P(), P("data")
+        divided = [jax.device_put(a, spec) for a, spec in zip((x, w, b, LABELS[:4]), specs, strict=True)]
+        found = jax.jit(gradients)(*divided)
+    assert_close(found, expected, "float32")
+    assert [a.sharding.spec for a in found[1][:2]] == list(specs[:2])
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")

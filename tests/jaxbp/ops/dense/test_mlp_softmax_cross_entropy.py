@@ -11,6 +11,11 @@ from helpers import assert_close, cuda_program, every_implementation, normal
 import jaxbp
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
+
+can_simulate = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
+)
 
 SIZES = (12, 9, 7, 5)
 
@@ -42,6 +47,37 @@ def test_losses_classes_and_gradients_are_those_of_the_ops_one_by_one(implementa
     gradients = jaxbp.mlp_softmax_cross_entropy_backward(dy, x, labels, *layers, **options)
     vjp = jax.vjp(lambda x, *layers: one_by_one(x, labels, *layers)[0], x, *layers)[1]
     assert_close(gradients, vjp(dy), 1e-6)
+
+
+@every_implementation
+@pytest.mark.parametrize("sizes", [(0, 5), (12, 0, 5)], ids=str)
+def test_layers_without_features_are_those_of_the_ops_one_by_one(implementation, sizes, on_hopper):
+    x, labels, *layers = arguments(sizes, batch=(3,))
+
+    def gradients(losses):
+        return jax.vjp(lambda x, *layers: losses(x, labels, *layers), x, *layers)[1](jnp.ones(3))
+
+    with jax.default_matmul_precision("default"):
+        found = gradients(functools.partial(jaxbp.mlp_softmax_cross_entropy, implementation=implementation))
+    assert_close(found, gradients(lambda *arrays: one_by_one(*arrays)[0]), 1e-6)
+
+
+@can_simulate
+def test_of_infinite_inputs_the_kernels_results_are_those_of_the_formula():
+    x, labels, w, *layers = arguments((12, 9, 5), batch=(6,))
+    x, w = x.at[1, 3].set(-np.inf).at[2].set(-np.inf).at[3:5, 2:9].set(-np.inf), jnp.abs(w)
+
+    def results(implementation):
+        losses = functools.partial(jaxbp.mlp_softmax_cross_entropy, implementation=implementation)
+        loss, vjp = jax.vjp(lambda *arrays: losses(arrays[0], labels, *arrays[1:]), x, w, *layers)
+        return loss, *vjp(jnp.ones(6))
+
+    with jax.default_matmul_precision("default"), simulated(), targeting(HOPPER):
+        found = jax.block_until_ready(jax.jit(results, static_argnums=0)("pallas"))
+    expected = results("xla")
+    assert np.isfinite(expected[0]).all()
+    for a, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-2, atol=1e-2)
 
 
 @every_implementation
