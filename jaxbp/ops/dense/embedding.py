@@ -20,6 +20,9 @@ from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import embedding as kernels
 
+_TERMS_PER_SUM = 64
+"""Average number of terms per partial sum of a scatter. Not tuned."""
+
 
 def _forward(indices, table, *, num_embeddings):
     sharding = None
@@ -77,14 +80,25 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 def _scatter(dy, indices, *, num_embeddings):
     # JAX can transpose a scatter, unlike a `while_loop`.
     dy, rows = _tokens(dy, indices, num_embeddings)
-    dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
-    return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
+    tokens = rows.shape[0]
+    # Many terms that are added one after another to one sum would lose digits, also in float32.
+    parts = max(1, tokens // (_TERMS_PER_SUM * num_embeddings)) if isinstance(tokens, int) else 1
+    sums = jnp.zeros((parts, num_embeddings, dy.shape[-1]), wide(dy.dtype))
+    sums = sums.at[jnp.arange(tokens) % parts, rows].add(upcast(dy), mode="drop")
+    return None, jnp.sum(sums, axis=0).astype(dy.dtype)
 
 
 def _formula(dy, indices, **options):
-    # A scatter that adds would add in a varying order on a GPU. On a CPU, it is faster than sorted runs.
     runs, scatter = (functools.partial(formula, **options) for formula in (_sums_of_runs, _scatter))
-    return on_gpu(runs, scatter, dy, indices)
+    if _is_half(dy):
+        # On a CPU, a scatter in float32 is faster, and the result hides its rounding errors. On a GPU, it would add in
+        # a varying order.
+        return on_gpu(runs, scatter, dy, indices)
+    return runs(dy, indices)
+
+
+def _is_half(a):
+    return wide(a.dtype) != a.dtype
 
 
 def _kernel(dy, indices, *, num_embeddings):
@@ -111,7 +125,7 @@ embedding (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
-    if wide(table.dtype) != table.dtype:  # autodiff adds in half precision
+    if _is_half(table):  # autodiff adds in half precision
         return DefaultImplementation()
     tokens = math.prod(indices.shape)
     is_sparse = not isinstance(tokens, int) or tokens <= 4 * num_embeddings
