@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_numerical_gradients_agree, every_implementation, normal, value_and_gradients
+from helpers import (
+    assert_close,
+    assert_numerical_gradients_agree,
+    every_implementation,
+    in_float64,
+    normal,
+    relative_error,
+    value_and_gradients,
+)
 
 from jaxbp import softmax_cross_entropy, softmax_cross_entropy_backward
 
@@ -112,3 +120,18 @@ def test_an_empty_batch_works(labels, implementation):
     loss, gradients = loss_and_gradients(jnp.zeros((0, 3)), labels, implementation)
     assert loss.shape == (0,)
     assert all(gradient.shape == (0, 3) for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_a_z_loss_the_default_rounds_the_gradient_as_often_as_the_formula(dtype):
+    labels = jnp.arange(200) % 10
+    logits, dy = (a.astype(dtype) for a in normal((200, 10), (200,)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(implementation, logits, dy):
+        losses = functools.partial(softmax_cross_entropy, z_loss=0.5, implementation=implementation)
+        return jax.vjp(lambda logits: losses(logits, labels), logits)[1](dy)[0]
+
+    exact = in_float64(functools.partial(gradient, "xla"), logits, dy)
+    error, allowed = (relative_error(gradient(implementation, logits, dy), exact) for implementation in (None, "xla"))
+    assert error <= 1.05 * allowed
