@@ -61,6 +61,13 @@ def test_sums_over_nothing_are_zero():
         assert jaxbp.dot_backward(jnp.ones((2, 3)), a, b, implementation=implementation)[1].shape == b.shape
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
+def test_a_batch_may_be_empty(implementation):
+    dy, a, b = jnp.zeros((0, 2, 4)), jnp.zeros((0, 2, 3)), jnp.zeros((0, 3, 4))
+    da, db = jaxbp.matmul_backward(dy, a, b, precision="highest", implementation=implementation)
+    assert (da.shape, db.shape) == (a.shape, b.shape)
+
+
 @pytest.mark.parametrize("axes", [None, (1, 2, 0), (-1, 0, 1)], ids=str)
 def test_the_backward_of_a_transpose_undoes_it(axes):
     (a,) = normal((2, 3, 4))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, cuda_program, every_implementation, normal
+from jax.sharding import PartitionSpec as P
 
 import jaxbp
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
@@ -55,6 +56,24 @@ def test_layers_without_features_are_those_of_the_ops_one_by_one(implementation,
     with jax.default_matmul_precision("default"):
         found = gradients(functools.partial(jaxbp.mlp_softmax_cross_entropy, implementation=implementation))
     assert_close(found, gradients(lambda *arrays: one_by_one(*arrays)[0]), 1e-6)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+@pytest.mark.parametrize("implementation", ["autodiff", "xla"])
+def test_explicit_axes_may_divide_the_features(implementation):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    arrays = arguments((12, 8, 5), batch=(4,))
+
+    @jax.jit
+    def gradients(x, labels, *layers):
+        losses = functools.partial(jaxbp.mlp_softmax_cross_entropy, implementation=implementation)
+        return jax.grad(lambda x, *layers: losses(x, labels, *layers).sum(), (0, 1, 3))(x, *layers)
+
+    expected = gradients(*arrays)
+    with jax.set_mesh(mesh):
+        specs = P("data", "model"), P("data"), P(None, "model"), P(), P(), P()
+        divided = [jax.device_put(a, spec) for a, spec in zip(arrays, specs, strict=True)]
+        assert_close(gradients(*divided), expected, "float32")
 
 
 @every_implementation
