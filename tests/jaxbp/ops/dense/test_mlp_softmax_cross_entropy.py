@@ -195,7 +195,7 @@ REFUSED = {
     "layers that do not follow": (
         (X, LABELS, *LAYERS[:2], *LAYERS[4:]),
         ValueError,
-        "layers[2] has shape (5, 7); wants (out_features, 9)",
+        "layers[2] has shape (5, 7); wants (classes, 9)",
     ),
     "a bias of another layer": ((X, LABELS, LAYERS[0], LAYERS[3]), ValueError, "layers[1] has shape (7,); wants (9,)"),
     "one label for all": ((X, LABELS[0], *LAYERS), ValueError, "labels has shape (3,); wants (2, 3)"),
