@@ -42,9 +42,10 @@ def input_gradient(dy, w, *, input_size, **options):
 
 
 def input_gradient_product(dy, w, *, product=products.formula, input_size, **options):
-    matrix, rows = _matrix(w, input_size, dy.shape[2:], **options), dy.reshape(len(dy), -1)
+    # `len` does not return a symbolic batch.
+    matrix, rows = _matrix(w, input_size, dy.shape[2:], **options), dy.reshape(dy.shape[0], math.prod(dy.shape[1:]))
     dx = product(rows, matrix, transposed=(False, True), precision=options["precision"], dtype=dy.dtype)
-    return dx.reshape(len(dy), w.shape[1], *input_size)
+    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
 
 
 def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, groups, precision):

@@ -155,3 +155,11 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     assert dx.shape == (0, 1, 4, 4)
     np.testing.assert_array_equal(dw, np.zeros((2, 1, 2, 2)))
     np.testing.assert_array_equal(db, np.zeros(2))
+
+
+def test_a_program_for_a_gpu_takes_any_batch(on_hopper):
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = (batch, 1, 28, 28), (6, 1, 5, 5), (6,)
+    gradients = jax.jit(jax.grad(lambda *arrays: conv2d(*arrays).sum(), (0, 1, 2)))
+    exported = jax.export.export(gradients, platforms=["cuda"])(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    assert exported.out_avals[0].shape == shapes[0]
