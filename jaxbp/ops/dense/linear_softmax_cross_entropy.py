@@ -123,8 +123,9 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
-    chunks = -(-count // size)
-    padded = (jnp.concatenate([a, jnp.zeros((chunks * size - count, *a.shape[1:]), a.dtype)]) for a in rows)
+    chunks = 1 + (count - 1) // size
+    padding = jax.core.max_dim(chunks * size - count, 0)  # JAX 0.10 cannot prove that it is at least 0
+    padded = (jnp.concatenate([a, jnp.zeros((padding, *a.shape[1:]), a.dtype)]) for a in rows)
     divided = tuple(a.reshape(size, chunks, *a.shape[1:]).swapaxes(0, 1) for a in padded)
     carry, results = lax.scan(lambda carry, chunk: step(carry, *chunk), carry, divided)
     undivided = lambda a: a.swapaxes(0, 1).reshape(chunks * size, *a.shape[2:])[:count]  # noqa: E731
