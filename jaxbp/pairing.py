@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxbp.common.gradients import Kinds, by_autodiff, of_floating, positional_names
 from jaxbp.common.options import Options, remembered
 from jaxbp.mapped_axis import mapped_axis_first
-from jaxbp.reverse_mode import linear_call, reverse_mode_only, transposable
+from jaxbp.reverse_mode import linear_call, reverse_mode_only
 from jaxbp.sharding import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import unify_varying_axes
@@ -264,8 +264,6 @@ class Pair(Op[P, R]):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. If so, each call of the pair must pass the array's shape
         as the option `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
-      linear_in: sets of indices of arrays. With the other arrays fixed, y must be jointly linear in the arrays of each
-        set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
       default_vjp: replaces `default` for `vjp`. A function gets `(dy, *arrays)`.
@@ -290,7 +288,6 @@ class Pair(Op[P, R]):
         residuals: Callable[..., Any] | None = None,
         has_aux: bool = False,
         linear: bool = False,
-        linear_in: Sequence[Sequence[int]] = (),
         name: str | None = None,
         unsupported: Callable[..., str | None] | None = None,
         default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
@@ -331,7 +328,7 @@ class Pair(Op[P, R]):
         )
         self._made_of = Pair, made_of
         self.forward, self.backward = forward, backward
-        self._residuals, self._has_aux, self._linear, self._linear_in = residuals, has_aux, linear, linear_in
+        self._residuals, self._has_aux, self._linear = residuals, has_aux, linear
         behind_dy = functools.partial(functools.partial, _behind_dy)
         self.vjp: Op[..., Any] = Op(
             f"{name}_backward",
@@ -368,12 +365,7 @@ class Pair(Op[P, R]):
 
         call.defvjp(save_with_kinds, gradients)
 
-        def call_pair(*arrays):
-            return call(*reverse_mode_only(arrays, name))
-
-        if self._linear_in:
-            return self._scoped(implementation, lambda *arrays: transposable(call_pair, arrays, self._linear_in, name))
-        return self._scoped(implementation, call_pair)
+        return self._scoped(implementation, lambda *arrays: call(*reverse_mode_only(arrays, name)))
 
     def _checked(self, kinds: Kinds, gradients: Any) -> tuple:
         return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)

@@ -107,7 +107,6 @@ DEPTHWISE_CONV1D = Pair(
     residuals=given_arguments,
     batch_axes=batched(0, 1),
     name="conv1d",
-    linear_in=[(0, 2), (1, 2)],
     unsupported=_unsupported,
     default=_default,
     jit=True,

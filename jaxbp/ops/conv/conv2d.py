@@ -114,7 +114,6 @@ CONV2D = Pair(
     Op("conv2d_backward", per_implementation(_gradients, _EVERY), jit=True),
     save=per_implementation(_save, _EVERY),
     name="conv2d",
-    linear_in=[(0, 2), (1, 2)],
     unsupported=_unsupported,
     jit=True,
 )

@@ -141,7 +141,6 @@ _EMBEDDING = Pair(
     save=_save,
     residuals=_residuals,
     name="embedding",
-    linear_in=[(1,)],
     unsupported=_unsupported,
     batch_axes=batched(0, 1),
     default=_default,

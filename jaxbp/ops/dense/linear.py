@@ -44,7 +44,6 @@ _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
-    linear_in=[(0, 2), (1, 2)],
     batch_axes=batched(0, 1),
     unsupported=checks.unsupported_dtype,
     # cuBLAS is faster than the kernels: docs/kernels/dense.md.

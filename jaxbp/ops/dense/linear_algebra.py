@@ -74,10 +74,8 @@ def _in_float32(function):
     return forward
 
 
-_MATMUL = fused_pair(
-    _in_float32(jnp.matmul), per_implementation(_matmul_gradients), linear_in=[(0,), (1,)], name="matmul"
-)
-_DOT = fused_pair(_in_float32(jnp.dot), per_implementation(_dot_gradients), linear_in=[(0,), (1,)], name="dot")
+_MATMUL = fused_pair(_in_float32(jnp.matmul), per_implementation(_matmul_gradients), name="matmul")
+_DOT = fused_pair(_in_float32(jnp.dot), per_implementation(_dot_gradients), name="dot")
 
 
 def _outer_gradients(dy, a, b):
@@ -100,9 +98,7 @@ def _transpose_back(dy, *, axes, shape):
     return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))
 
 
-_OUTER = fused_pair(
-    jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, linear_in=[(0,), (1,)], name="outer"
-)
+_OUTER = fused_pair(jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, name="outer")
 _TRANSPOSE = Pair(
     _transpose,
     {"xla": _transpose_back},

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ class Elementwise(Pair):
         *,
         in_kernels: Callable | None = None,
         keeps_result: bool = False,
-        linear_in: Sequence[Sequence[int]] = (),
         default: DefaultImplementation = XLA_ON_GPU,
         default_vjp: DefaultImplementation = XLA_ON_GPU,
     ):
@@ -62,7 +61,6 @@ class Elementwise(Pair):
             save=save_result if keeps_result else None,
             residuals=given_arguments if keeps_result else None,
             name=name,
-            linear_in=linear_in,
             batch_axes=_of_full_rank,
             unsupported=checks.unsupported,
             default=default,

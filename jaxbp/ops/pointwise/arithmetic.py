@@ -113,10 +113,10 @@ def _negative_kernel(dy, *, shape):
 
 
 _NEGATIVE = fused_pair(_negative, {"xla": _negative, "pallas": _negative_kernel}, linear=True, name="negative")
-_ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy), linear_in=[(0, 1)])
-_SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy), linear_in=[(0, 1)])
-_MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1), linear_in=[(0,), (1,)])
-_DIVIDE = Elementwise("divide", jnp.divide, lambda dy, x1, x2: (dy / x2, -(dy / x2) * (x1 / x2)), linear_in=[(0,)])
+_ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
+_SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
+_MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))
+_DIVIDE = Elementwise("divide", jnp.divide, lambda dy, x1, x2: (dy / x2, -(dy / x2) * (x1 / x2)))
 _POWER = Elementwise(
     "power",
     _power,

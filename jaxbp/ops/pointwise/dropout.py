@@ -54,9 +54,7 @@ def _save(x, key, rate_array, **options):
     return _forward(x, key, rate_array, **options), (key, rate_array)
 
 
-_DROPOUT = fused_pair(
-    _forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, linear_in=[(0,)], name="dropout"
-)
+_DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, name="dropout")
 
 
 def dropout(

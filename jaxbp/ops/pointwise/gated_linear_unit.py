@@ -63,7 +63,6 @@ _GATED_LINEAR_UNIT = Elementwise(
     _forward,
     _gradient,
     in_kernels=functools.partial(_gradient, activations=_IN_KERNELS),
-    linear_in=[(1,)],
 )
 
 

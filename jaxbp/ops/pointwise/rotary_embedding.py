@@ -106,7 +106,6 @@ _ROTARY_EMBEDDING = Pair(
     save=_save,
     residuals=_residuals,
     name="rotary_embedding",
-    linear_in=[(0,)],
     unsupported=checks.unsupported,
     batch_axes=_batch_axes,
     default=XLA_ON_GPU,

@@ -128,10 +128,3 @@ def test_gradients_are_those_of_promoted_arguments_under_jit_and_vmap():
     assert dtypes_of(found) == [HALF, FULL, jnp.float16]
     for gradient, wanted in zip(found, by_hand, strict=True):
         np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (gradient, wanted)), rtol=1e-2)
-
-
-def test_transposes_of_a_linear_op_have_the_dtypes_of_its_arguments():
-    x, w, dy = jnp.ones((2, 3), HALF), jnp.ones((4, 3)), jnp.ones((2, 4))
-    linear = functools.partial(jaxbp.linear, implementation="xla")
-    assert dtypes_of(jax.linear_transpose(lambda x: linear(x, w), x)(dy)) == [HALF]
-    assert dtypes_of(jax.linear_transpose(lambda w: linear(x, w), w)(dy)) == [FULL]
