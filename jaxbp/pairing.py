@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxbp.common import checks
 from jaxbp.common.gradients import Kinds, by_autodiff, of_floating, positional_names
 from jaxbp.common.options import Options, remembered
 from jaxbp.mapped_axis import mapped_axis_first
@@ -108,7 +110,7 @@ class Op(Generic[P, R]):
         self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name
         self.implementations = dict(implementations)
-        self.unsupported = unsupported or (lambda *arrays, **options: None)
+        self.unsupported = functools.partial(_unsupported, unsupported)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
         self._built = remembered(self._build)
@@ -161,7 +163,9 @@ class Op(Generic[P, R]):
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        default = self.default(*arrays, **options) if callable(self.default) else self.default
+        default = self.default
+        if callable(default):
+            default = DefaultImplementation() if _has_symbolic_sizes(arrays) else default(*arrays, **options)
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
             device.kernels_run()
@@ -212,6 +216,16 @@ class Op(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
+
+
+def _unsupported(by_op: Callable[..., str | None] | None, *arrays: Any, **options: Any) -> str | None:
+    if _has_symbolic_sizes(arrays):
+        return "arrays of symbolic sizes"
+    return by_op and by_op(*arrays, **options)
+
+
+def _has_symbolic_sizes(arrays: Any) -> bool:
+    return checks.is_symbolic(*itertools.chain(*(jnp.shape(a) for a in jax.tree.leaves(arrays))))
 
 
 def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -> Op:

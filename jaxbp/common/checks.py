@@ -140,6 +140,11 @@ def boolean(op: str, name: str, value: Any) -> bool:
     return bool(value)
 
 
+def is_symbolic(*sizes: Any) -> bool:
+    """Whether `jax.export` leaves one of the sizes open."""
+    return not all(isinstance(size, int | np.integer) for size in sizes)
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -2,11 +2,15 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import max_dim, min_dim
 
 from jaxbp.common import checks
 
@@ -69,12 +73,21 @@ class Windows:
 def output_size(input_size, window, *, stride, padding, dilation=None, **options) -> tuple[int, ...]:
     extent = window if dilation is None else dilated(window, dilation)
     return tuple(
-        (size + sum(p) - reach) // s + 1 for size, reach, p, s in zip(input_size, extent, padding, stride, strict=True)
+        max_dim((size + sum(p) - reach) // s + 1, 0)
+        for size, reach, p, s in zip(input_size, extent, padding, stride, strict=True)
     )
 
 
 def dilated(window, dilation) -> tuple[int, ...]:
-    return tuple((f - 1) * d + 1 for f, d in zip(window, dilation, strict=True))
+    return tuple(max_dim((f - 1) * d + 1, 0) for f, d in zip(window, dilation, strict=True))
+
+
+def arange(n):
+    return jnp.arange(n) if checks.is_symbolic(n) else np.arange(n)
+
+
+def has_symbolic_sides(pads) -> bool:
+    return checks.is_symbolic(*itertools.chain(*pads))
 
 
 def per_axis(op, name, value, axes) -> tuple[int, ...]:
@@ -86,7 +99,8 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
     """Return `padding` as one pair (before, after) per axis. `window` is the dilated window's size."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
-        return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
+        pads = lax.padtype_to_pads(input_size, window, stride, padding.upper())
+        return tuple(tuple(p if checks.is_symbolic(p) else int(p) for p in both) for both in pads)
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
         return ((window[0] - 1, 0),)
     each = [padding] * len(input_size) if checks.is_int(padding) else padding
@@ -116,7 +130,8 @@ def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
 
 
 def fits(extent, input_size, padding) -> bool:
-    return all(size + sum(p) >= reach for reach, size, p in zip(extent, input_size, padding, strict=True))
+    sides = zip(extent, input_size, padding, strict=True)
+    return all(checks.is_symbolic(size, reach) or size + sum(p) >= reach for reach, size, p in sides)
 
 
 class PoolOptions(TypedDict, total=False):
@@ -142,7 +157,7 @@ def pool_windows(
     stride = window if stride is None else checks.pair(op, "stride", stride)
     extent = dilated(window, dilation)
     padding = window_padding(op, padding, input_size, extent, stride)
-    if any(max(p) >= reach for p, reach in zip(padding, extent, strict=True)):
+    if not has_symbolic_sides(padding) and any(max(p) >= reach for p, reach in zip(padding, extent, strict=True)):
         raise ValueError(
             f"{op}: padding is {padding}; wants less than the size of the window with its dilation, {extent}"
         )
@@ -150,7 +165,8 @@ def pool_windows(
     hint = f". x has shape {tuple(shape)}; if this is NHWC, pass channel_axis=-1" if would_fit else ""
     require_fit(op, "window", extent, input_size, padding, hint)
     whole = padding
-    if checks.boolean(op, "ceil_mode", ceil_mode):
+    # A padding is symbolic only for "SAME", which leaves no partial window.
+    if checks.boolean(op, "ceil_mode", ceil_mode) and not has_symbolic_sides(padding):
         whole = tuple(map(_whole_windows, input_size, extent, stride, padding))
     return Windows(input_size, window, stride, whole, dilation), padding
 
@@ -163,10 +179,8 @@ def _whole_windows(size, reach, stride, padding):
     """Return one axis's padding, increased for `ceil_mode` so that a last, partial window fits, unless it would start
     after the input. `reach` is the dilated window's size."""
     before, after = padding
-    count = -(-(size + before + after - reach) // stride) + 1
-    if (count - 1) * stride >= size + before:
-        count -= 1
-    return before, max(after, (count - 1) * stride + reach - size - before)
+    count = min_dim(-(-(size + before + after - reach) // stride), (size + before - 1) // stride) + 1
+    return before, max_dim(after, (count - 1) * stride + reach - size - before)
 
 
 def with_pool_options(function: _Function) -> _Function:

@@ -532,6 +532,15 @@ def test_none_without_jit_takes_the_fastest_for_the_platform_that_it_runs_on(ker
     np.testing.assert_array_equal(marked(default=FASTEST)(POINTS), jnp.sin(POINTS))
 
 
+def test_a_kernel_takes_no_symbolic_sizes_and_none_falls_back_without_a_look_at_them(on_hopper):
+    sizes = dict(unsupported=lambda x: "a row" if x.size > 3 else None, default=lambda x: FASTEST if x.size > 3 else 0)
+    (n,) = jax.export.symbolic_shape("n")
+    export = jax.export.export(jax.jit(marked(**sizes)), platforms=("cpu", "cuda"))
+    assert_close(export(jax.ShapeDtypeStruct((n,), "float32")).call(POINTS), jnp.sin(POINTS), "float32")
+    with pytest.raises(NotImplementedError, match="^marked: .*'pallas' does not take arrays of symbolic sizes; wants"):
+        jax.eval_shape(functools.partial(marked(), implementation="pallas"), jax.ShapeDtypeStruct((n,), "float32"))
+
+
 @pytest.mark.parametrize("gpu", jaxbp.IMPLEMENTATIONS)
 @pytest.mark.parametrize("elsewhere", jaxbp.IMPLEMENTATIONS)
 def test_what_is_said_to_be_fastest_is_taken(gpu, elsewhere, on_hopper, run_on_the_cpu):

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.common.windows import output_size
+from jaxbp.common import checks
+from jaxbp.common.windows import has_symbolic_sides, output_size
 from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
 from jaxbp.pairing import transpose
 
 
 def forward(x, w, b, *, stride, padding, dilation, groups, precision):
-    y = lax.conv_general_dilated(
+    y = _convolve_as_laid_out(
         x,
         w,
-        stride,
-        padding,
+        window_strides=stride,
+        padding=padding,
         rhs_dilation=dilation,
         dimension_numbers=("NCHW", "OIHW", "NCHW"),
         feature_group_count=groups,
@@ -36,12 +37,17 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
         feature_group_count=groups,
         **options,
     )
-    if w.shape[1] > 1:
+    if _is_product(x, w):
         y = convolve(x, w)
     else:
         multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
         y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
     return y if b is None else y + b[None, :, None, None]
+
+
+def _is_product(x, w):
+    # XLA's CPU convolution is slow with one channel. JAX cannot slice columns of symbolic sizes.
+    return checks.is_symbolic(w.shape[1], *x.shape[2:]) or w.shape[1] > 1
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
@@ -65,11 +71,20 @@ def _convolve(x, w, *, dimension_numbers, **options):
         x_axes, w_axes, y_axes = dimension_numbers
         x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
         w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
-        y = lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+        y = _convolve_as_laid_out(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
         return y.transpose(["NHWC".index(axis) for axis in y_axes])
 
-    as_it_lies = functools.partial(lax.conv_general_dilated, dimension_numbers=dimension_numbers, **options)
-    return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
+    as_laid_out = functools.partial(_convolve_as_laid_out, dimension_numbers=dimension_numbers, **options)
+    return lax.platform_dependent(x, w, cpu=channels_last, default=as_laid_out)
+
+
+def _convolve_as_laid_out(x, w, *, padding, dimension_numbers, lhs_dilation=(1, 1), **options):
+    if has_symbolic_sides(padding):  # which JAX refuses
+        of_axes = {axis: (*p, s - 1) for axis, p, s in zip("HW", padding, lhs_dilation, strict=True)}
+        x = lax.pad(x, jnp.zeros((), x.dtype), [of_axes.get(axis, (0, 0, 0)) for axis in dimension_numbers[0]])
+        padding, lhs_dilation = "VALID", (1, 1)
+    options |= dict(padding=padding, lhs_dilation=lhs_dilation, dimension_numbers=dimension_numbers)
+    return lax.conv_general_dilated(x, w, **options)
 
 
 def input_gradient_autodiff(dy, w, *, input_size, groups, **options):
@@ -98,7 +113,7 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
         multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
         return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
 
-    return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
+    return convolve(dy, w) if _is_product(dy, w) else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
 
 def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):

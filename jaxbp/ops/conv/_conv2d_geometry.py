@@ -2,6 +2,8 @@
 
 import jax.numpy as jnp
 
+from jaxbp.common.windows import dilated
+
 
 def flip_and_swap(w, groups):
     out_channels, in_channels, *window = w.shape
@@ -16,8 +18,10 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
     """
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
-        size + (f - 1) * d - ((out - 1) * s + 1) - before
-        for size, f, d, out, s, before in zip(input_size, filter_size, dilation, output_size, stride, low, strict=True)
+        size + (f - 1) * d - spread - before
+        for size, f, d, spread, before in zip(
+            input_size, filter_size, dilation, dilated(output_size, stride), low, strict=True
+        )
     ]
     return list(zip(low, high, strict=True))
 
@@ -25,8 +29,8 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
     """Return the padding of x per axis, negative to crop, so that x ends at the last element that filters read."""
     return [
-        (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
-        for out, size, f, s, (p, _), d in zip(
-            output_size, input_size, filter_size, stride, padding, dilation, strict=True
+        (p, spread + (f - 1) * d - size - p)
+        for spread, size, f, (p, _), d in zip(
+            dilated(output_size, stride), input_size, filter_size, padding, dilation, strict=True
         )
     ]

@@ -10,7 +10,15 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast_like, upcast
-from jaxbp.common.windows import PoolOptions, Size, pool_windows, unsupported, with_pool_options
+from jaxbp.common.windows import (
+    PoolOptions,
+    Size,
+    arange,
+    dilated,
+    pool_windows,
+    unsupported,
+    with_pool_options,
+)
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import Implementation
@@ -26,27 +34,32 @@ def _forward(x, *, windows, counted, shape):
 
 def _counts(windows, counted, dtype):
     """Return how many positions of each window are inside of the input, extended by the padding `counted`."""
+    if counted == windows.padding:
+        return windows.positions
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)
     )
     counts = rows[:, None] * columns
     # If no position of a dilated window counts, its mean is NaN.
-    return int(counts[0, 0]) if (counts == counts[0, 0]).all() else jnp.asarray(counts[None, None], dtype)
+    is_constant = isinstance(counts, np.ndarray) and (counts == counts[0, 0]).all()
+    return int(counts[0, 0]) if is_constant else jnp.asarray(counts[None, None], dtype)
 
 
 def _positions(windows):
     sides = zip(windows.output_size, windows.window, windows.stride, windows.padding, windows.dilation, strict=True)
-    return [np.arange(n)[:, None] * s - before + np.arange(f) * d for n, f, s, (before, _), d in sides]
+    return [arange(n)[:, None] * s - before + np.arange(f) * d for n, f, s, (before, _), d in sides]
 
 
 def _spread(dy, windows):
     """Return dy, spaced out by the stride, so that summing it over one window per input position gives dx."""
-    sides = zip(windows.extent, windows.stride, windows.padding, windows.input_size, dy.shape[2:], strict=True)
+    sizes = windows.input_size, dilated(dy.shape[2:], windows.stride)
     edges = []
-    for reach, s, (before, _), size, out in sides:
+    for reach, s, (before, _), size, spread in zip(
+        windows.extent, windows.stride, windows.padding, *sizes, strict=True
+    ):
         low = reach - 1 - before
-        edges.append((low, size + reach - 1 - low - ((out - 1) * s + 1), s - 1))
+        edges.append((low, size + reach - 1 - low - spread, s - 1))
     return lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), (0, 0, 0), *edges])
 
 

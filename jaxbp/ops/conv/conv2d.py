@@ -99,7 +99,8 @@ def _save(x, w, b, *, implementation, **options):
 
 def _gradients(dy, x, w, b, *, implementation, **options):
     of_weights = dict(filter_size=w.shape[2:], implementation=implementation, **options)
-    if b is not None and _unsupported(dy, **options) is None and kernels.one_pass_pays(dy, x, **of_weights):
+    supported = _PARAMETER_GRADIENTS.unsupported(dy, x, **options) is None
+    if b is not None and supported and kernels.one_pass_pays(dy, x, **of_weights):
         dw, db = _PARAMETER_GRADIENTS(dy, x, **of_weights)
     else:
         dw = _WEIGHTS_GRADIENT(dy, x, **of_weights)

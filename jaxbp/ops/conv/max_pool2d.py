@@ -11,7 +11,15 @@ from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import limit, wide
-from jaxbp.common.windows import PoolOptions, Size, pool_windows, unsupported, with_pool_options
+from jaxbp.common.windows import (
+    PoolOptions,
+    Size,
+    arange,
+    dilated,
+    pool_windows,
+    unsupported,
+    with_pool_options,
+)
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
 from jaxbp.sharding import batched
@@ -25,11 +33,15 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
-    rows, columns = (
-        slice(at * d, at * d + (n - 1) * s + 1, s)
-        for at, n, s, d in zip(place, windows.output_size, windows.stride, windows.dilation, strict=True)
-    )
+    # JAX slices no symbolic size with a stride, and gathers only along axes that it knows not to be empty.
+    symbolic = checks.is_symbolic(*windows.output_size)
+    padding = [(before, after + symbolic) for before, after in windows.padding]
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
+    sides = list(zip(place, windows.output_size, windows.stride, windows.dilation, strict=True))
+    if symbolic:
+        rows, columns = (at * d + jnp.arange(n) * s for at, n, s, d in sides)
+        return x[:, :, rows[:, None], columns]
+    rows, columns = (slice(at * d, at * d + (n - 1) * s + 1, s) for at, n, s, d in sides)
     return x[:, :, rows, columns]
 
 
@@ -52,7 +64,7 @@ def _first_inside(windows):
     """Return the row-major index of each window's first position outside of the padding, `(out_height, out_width)`."""
     # A window of only -inf selects this position.
     first = [
-        np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
+        (-(-(before - arange(n) * s) // d)).clip(0, f - 1)
         for n, f, s, d, (before, _) in zip(
             windows.output_size, windows.window, windows.stride, windows.dilation, windows.padding, strict=True
         )
@@ -97,8 +109,10 @@ def _send_to_places(dy, indices, windows):
     for i, place in enumerate(_places(windows.window)):
         offsets = [at * d - before for at, d, (before, _) in zip(place, windows.dilation, windows.padding, strict=True)]
         spread = [
-            (offset, size - offset - ((n - 1) * s + 1), s - 1)
-            for offset, size, n, s in zip(offsets, windows.input_size, dy.shape[2:], windows.stride, strict=True)
+            (offset, size - offset - reach, s - 1)
+            for offset, size, reach, s in zip(
+                offsets, windows.input_size, dilated(dy.shape[2:], windows.stride), windows.stride, strict=True
+            )
         ]
         dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread]).astype(dx.dtype)
     return dx.astype(dy.dtype)

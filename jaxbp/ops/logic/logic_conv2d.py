@@ -21,6 +21,7 @@ from jaxbp.common.windows import (
     PoolOptions,
     Size,
     Windows,
+    fits,
     output_size,
     require_fit,
     window_padding,
@@ -338,7 +339,7 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     require_fit(op, "window", wires.window, x.shape[2:], padding)
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     pool = checks.pair(op, "pool", pool)
-    if any(p > n for p, n in zip(pool, size, strict=True)):
+    if not fits(pool, size, ((0, 0), (0, 0))):
         raise ValueError(
             f"{op}: pool is {pool[0]} x {pool[1]}; wants at most {size[0]} x {size[1]}, the number of positions"
         )

@@ -208,15 +208,31 @@ def test_vmap_over_an_ensemble_gives_the_gradients_of_each(op, x_shape, others):
     assert_close(jax.vmap(run)(arrays, cotangents), expected, "float32")
 
 
-@every_layer
-def test_export_with_a_symbolic_batch(op, x_shape, others):
-    x, *parameters = normal(x_shape, *others)
-    (batch,) = jax.export.symbolic_shape("b")
-    gradient = jax.jit(jax.grad(lambda x, *parameters: jnp.sum(jnp.sin(op(x, *parameters)))))
-    symbolic = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
-    exported = jax.export.export(gradient, platforms=("cpu",))(symbolic, *parameters)
-    larger = jnp.concatenate([x, 2 * x])
-    assert_close(exported.call(larger, *parameters), gradient(larger, *parameters), "float32")
+EXPORTED = LAYERS | {
+    "conv2d with stride": (
+        functools.partial(jaxbp.conv2d, stride=2, padding="SAME", dimension_numbers=NHWC),
+        (2, 5, 6, 3),
+        [(3, 2, 3, 2)],
+    ),
+    "depthwise conv2d": (functools.partial(jaxbp.conv2d, stride=(1, 2), groups=3), (2, 3, 5, 6), [(3, 1, 3, 2)]),
+    "max_pool2d with overlap": (functools.partial(jaxbp.max_pool2d, window=3, stride=2), (2, 3, 5, 6), []),
+    "avg_pool2d with overlap": (functools.partial(jaxbp.avg_pool2d, window=3, stride=2), (2, 3, 5, 6), []),
+    "conv2d_relu_max_pool2d": (
+        functools.partial(jaxbp.conv2d_relu_max_pool2d, window=2),
+        (2, 3, 5, 6),
+        [(2, 3, 2, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "x_shape", "others"), EXPORTED.values(), ids=EXPORTED)
+def test_export_with_a_symbolic_batch_and_symbolic_image_sizes(op, x_shape, others):
+    symbols = jax.export.symbolic_shape(", ".join(f"n{i}" for i in range(len(x_shape))))
+    symbolic = tuple(size if size == 3 else symbol for size, symbol in zip(x_shape, symbols, strict=True))
+    x, *parameters = normal([size if size == 3 else 2 * size - 1 for size in x_shape], *others)
+    gradient = jax.jit(jax.value_and_grad(lambda x, *parameters: jnp.sum(jnp.sin(op(x, *parameters)))))
+    exported = jax.export.export(gradient, platforms=("cpu",))(jax.ShapeDtypeStruct(symbolic, x.dtype), *parameters)
+    assert_close(exported.call(x, *parameters), gradient(x, *parameters), "float32")
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
