@@ -537,7 +537,7 @@ def test_a_kernel_takes_no_symbolic_sizes_and_none_falls_back_without_a_look_at_
     (n,) = jax.export.symbolic_shape("n")
     export = jax.export.export(jax.jit(marked(**sizes)), platforms=("cpu", "cuda"))
     assert_close(export(jax.ShapeDtypeStruct((n,), "float32")).call(POINTS), jnp.sin(POINTS), "float32")
-    with pytest.raises(NotImplementedError, match="^marked: .*'pallas' does not take arrays of symbolic sizes; wants"):
+    with pytest.raises(NotImplementedError, match=r"^marked: .*does not take arrays of symbolic sizes"):
         jax.eval_shape(functools.partial(marked(), implementation="pallas"), jax.ShapeDtypeStruct((n,), "float32"))
 
 
