@@ -279,7 +279,7 @@ class Pair(Op[P, R]):
       linear: whether the forward is linear in its only array. If so, each call of the pair must pass the array's shape
         as the option `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
-      name, unsupported, default, partitioned, jit: as in `Op`.
+      name, unsupported, default, partitioned, sharded_like, jit: as in `Op`.
       default_vjp: replaces `default` for `vjp`. A function gets `(dy, *arrays)`.
 
     Attributes:
@@ -308,6 +308,7 @@ class Pair(Op[P, R]):
         default_vjp: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
         batch_axes: BatchAxes | None = None,
         partitioned: bool = False,
+        sharded_like: Callable | None = None,
         jit: bool = False,
     ):
         name = name or name_of(forward)
@@ -338,6 +339,7 @@ class Pair(Op[P, R]):
             unsupported=unsupported,
             default=default,
             partitioned=partitioned,
+            sharded_like=sharded_like,
             jit=jit,
         )
         self._made_of = Pair, made_of
@@ -350,6 +352,7 @@ class Pair(Op[P, R]):
             unsupported=self.unsupported if linear else behind_dy(self.unsupported),
             default=default_vjp or (behind_dy(default) if callable(default) else default),
             partitioned=partitioned,
+            sharded_like=None if linear else behind_dy(_floating_arguments),
             jit=jit,
         )
 
@@ -414,6 +417,10 @@ def _kernels_differentiable(
 
 def _behind_dy(function, dy, *arrays, **options):
     return function(*arrays, **options)
+
+
+def _floating_arguments(*arrays):
+    return of_floating(jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, arrays), arrays)
 
 
 def _value(save, *arrays, **options):

@@ -104,18 +104,16 @@ def scatter_formula(dy, indices, *, windows, channels_last=False):
 
 def _send_to_places(dy, indices, windows):
     zero = jnp.zeros((), dy.dtype)
+    sizes = [size + sum(p) for size, p in zip(windows.input_size, windows.padding, strict=True)]
     # Windows may overlap, so dx is a sum over windows, in float32 or wider.
-    dx = jnp.zeros((*dy.shape[:2], *windows.input_size), wide(dy.dtype))
+    dx = jnp.zeros((*dy.shape[:2], *sizes), wide(dy.dtype))
+    sides = list(zip(sizes, dilated(dy.shape[2:], windows.stride), windows.stride, windows.dilation, strict=True))
     for i, place in enumerate(_places(windows.window)):
-        offsets = [at * d - before for at, d, (before, _) in zip(place, windows.dilation, windows.padding, strict=True)]
-        spread = [
-            (offset, size - offset - reach, s - 1)
-            for offset, size, reach, s in zip(
-                offsets, windows.input_size, dilated(dy.shape[2:], windows.stride), windows.stride, strict=True
-            )
-        ]
+        spread = [(at * d, size - at * d - reach, s - 1) for at, (size, reach, s, d) in zip(place, sides, strict=True)]
         dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread]).astype(dx.dtype)
-    return dx.astype(dy.dtype)
+    # If the loop's paddings were negative, XLA would fail on a mesh that divides the image.
+    crop = [(-before, -after, 0) for before, after in windows.padding]
+    return lax.pad(dx.astype(dy.dtype), zero, [(0, 0, 0), (0, 0, 0), *crop])
 
 
 def _fetch_from_windows(dy, indices, window):

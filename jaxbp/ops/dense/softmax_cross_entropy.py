@@ -189,6 +189,11 @@ _LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_a
 _LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, batched(0, 1, 2, 3, 4, features=0))
 
 
+def _sharded_like(logits, labels, where=None):
+    weights = labels[..., None] if _is_class(labels) else labels
+    return jnp.sum(logits * weights.astype(logits.dtype), axis=-1)
+
+
 _SOFTMAX_CROSS_ENTROPY = Pair(
     losses,
     Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
@@ -198,6 +203,7 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     # With ten classes on a GPU, the kernels' transposes need more launches. On a CPU, autodiff differentiates only the
     # logarithm of the label's class.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
+    sharded_like=_sharded_like,
     jit=True,
 )
 

@@ -61,6 +61,11 @@ def _scaled(normalised, scale, bias, dtype):
     return (y if bias is None else y + _along_rows(bias, normalised)).astype(dtype)
 
 
+def sharded_like(x, scale, bias):
+    # On a mesh with explicit axes, JAX cannot slice a row that is divided among devices.
+    return _scaled(upcast(x), scale, bias, x.dtype)
+
+
 def _along_rows(parameter, x):
     return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
@@ -176,6 +181,7 @@ _LAYER_NORM, _RMS_NORM = (
         name=name,
         unsupported=checks.unsupported_dtype,
         default=default,
+        sharded_like=sharded_like,
         jit=True,
     )
     for name in ("layer_norm", "rms_norm")

@@ -37,6 +37,10 @@ def _results(x, scale, bias, w, b, *, eps, precision):
     return _dense(y, w, b, precision=precision), offset, inv_std
 
 
+def _sharded_like(x, scale, bias, w, b):
+    return _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None)
+
+
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
@@ -215,6 +219,7 @@ _LAYER_NORM_LINEAR = Pair(
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
     default=_default,
+    sharded_like=_sharded_like,
     jit=True,
 )
 

@@ -109,6 +109,7 @@ _ROTARY_EMBEDDING = Pair(
     unsupported=checks.unsupported,
     batch_axes=_batch_axes,
     default=XLA_ON_GPU,
+    sharded_like=lambda x, positions: x,
     jit=True,
 )
 
