@@ -178,3 +178,40 @@ def test_an_automaton_on_explicit_axes_has_the_gradients_of_one_device(options):
         found = gradient(placed, placed_state)
     assert_close(found, gradient(logits, state), "float32")
     assert found[1].sharding.spec == P("examples", None, None, None)
+
+
+LABELS = np.arange(24).reshape(4, 6) % 8
+DIVIDED = {
+    "layer_norm": (jaxbp.layer_norm, [(4, 6, 8), (8,), (8,)], "pallas"),
+    "layer_norm by autodiff": (jaxbp.layer_norm, [(4, 6, 8), (8,), (8,)], "autodiff"),
+    "rms_norm": (jaxbp.rms_norm, [(4, 6, 8), (8,)], None),
+    "rotary_embedding": (lambda x, **of: jaxbp.rotary_embedding(x, jnp.arange(6)[None], **of), [(4, 6, 8)], None),
+    "softmax_cross_entropy": (lambda x, **of: jaxbp.softmax_cross_entropy(x, LABELS, **of), [(4, 6, 8)], None),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_features_may_be_divided_over_explicit_axes(case):
+    op, shapes, implementation = DIVIDED[case]
+    mesh = jax.make_mesh((4, 2), ("examples", "model"), axis_types=(AxisType.Explicit,) * 2)
+    arrays = normal(*shapes)
+    specs = [P("examples", None, "model"), P("model"), P("model")]
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=False)]
+
+    @jax.jit
+    def values_and_gradients(*arrays):
+        y, vjp = jax.vjp(functools.partial(op, implementation=implementation), *arrays)
+        return y, *vjp(jnp.sin(y))
+
+    with jax.set_mesh(mesh):
+        y, *gradients = found = values_and_gradients(*placed)
+    assert_close(found, values_and_gradients(*arrays), "float32")
+    assert y.sharding.spec == P(*specs[0][: y.ndim])
+    assert [g.sharding.spec for g in gradients] == specs[: len(gradients)]
+
+
+def test_gradients_of_overlapping_windows_work_if_a_mesh_divides_the_image():
+    # XLA's partitioner aborts at negative paddings of a spaced-out dy.
+    (images,) = normal((4, 2, 8, 8))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jaxbp.max_pool2d(x, 3, stride=2, padding=1)))))
+    assert_close(gradient(on_mesh(images, None, None, "examples")), gradient(images), "float32")

@@ -397,6 +397,19 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
     assert_close(scan(stack([stack(row) for row in each])), expected, "float32")
 
 
+@every_pair
+def test_vmap_maps_what_the_op_does_not_get(name):
+    (arrays, cotangents), run = drawn(name), compiled(name, None, "xla")
+
+    def scaled(t):
+        # The op gets no mapped array, but its backward does.
+        return jax.lax.scan(lambda _, s: (None, run(arrays, [s * c for c in cotangents])), None, t)[1]
+
+    found = jax.jit(jax.vmap(scaled, axis_name="i"))(jnp.ones((2, 1)))
+    expected = jax.tree.map(lambda a: jnp.stack([a[None]] * 2), run(arrays, cotangents))
+    assert_close(found, expected, "float32")
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
