@@ -9,6 +9,11 @@ from jax import Array
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+try:
+    from jax._src.interpreters.remat import rules as remat_rules
+except ImportError:  # before JAX 0.12
+    remat_rules = {}
+
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
     """Return the arrays unchanged, but make forward-mode differentiation raise an error that names the op."""
@@ -24,6 +29,13 @@ mlir.register_lowering(_reverse_mode_only_p, lambda context, *arrays, op: list(a
 batching.primitive_batchers[_reverse_mode_only_p] = lambda arrays, axes, op: (
     _reverse_mode_only_p.bind(*arrays, op=op),
     axes,
+)
+
+# The forward pass of `jax_remat3` evaluates the forward rule of a `custom_vjp`, which has a forward mode.
+remat_rules[_reverse_mode_only_p] = lambda trace, *arrays, op: (
+    list(arrays),
+    (),
+    lambda _, *arrays: _reverse_mode_only_p.bind(*arrays, op=op),
 )
 
 
@@ -47,6 +59,8 @@ _tangents_p.multiple_results = True
 _tangents_p.def_impl(_refuse)
 _tangents_p.def_abstract_eval(lambda *tangents, op: list(tangents))
 mlir.register_lowering(_tangents_p, _refuse)
+# JAX calls `to_lojax` before its own error of forward mode.
+_tangents_p.is_high, _tangents_p.to_lojax = lambda *_, **__: True, _refuse
 ad.primitive_jvps[_tangents_p] = _refuse
 batching.primitive_batchers[_tangents_p] = _refuse
 
@@ -69,11 +83,17 @@ def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array]
 
 _linear_call_p = Primitive("linear_call")
 _linear_call_p.multiple_results = True
-_linear_call_p.def_impl(lambda x, *, program, **_: jaxpr_as_fun(program)(x))
+
+
+def _evaluate(x, *, program, **_):
+    return jaxpr_as_fun(program)(x)
+
+
+_linear_call_p.def_impl(_evaluate)
 _linear_call_p.def_abstract_eval(lambda x, *, program, **_: program.out_avals)
-mlir.register_lowering(
-    _linear_call_p, mlir.lower_fun(lambda x, *, program, **_: jaxpr_as_fun(program)(x), multiple_results=True)
-)
+mlir.register_lowering(_linear_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
+# JAX calls this rule before it lowers a program that contains a `custom_jvp` or a `custom_vjp`.
+_linear_call_p.to_lojax = _evaluate
 
 
 def _jvp(primals, tangents, **parameters):

@@ -26,6 +26,10 @@ put = jax.device_put
 """`jnp.asarray` would compile a program per shape."""
 
 
+REMAT3_ALONE = getattr(jax.config, "jax_remat3", False) and not jax.config.jax_custom_vjp3
+"""Without `jax_custom_vjp3`, `jax_remat3` finds no names within a `custom_vjp`, and has no Hessians of it."""
+
+
 def normal(*shapes, seed=0):
     random = np.random.default_rng(seed)
     return [put(random.standard_normal(shape).astype(np.float32)) for shape in shapes]

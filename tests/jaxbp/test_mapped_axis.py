@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,6 +54,19 @@ def test_mapped_values_and_gradients_are_those_without_a_hand_written_backward(c
         return jax.value_and_grad(loss, has_aux=True)(*arrays)
 
     assert_close(results(function), results(plain), "float32")
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_arguments_that_are_not_mapped_have_the_gradients_of_each_call(implementation):
+    images, w, dy = normal((2, 3, 4, 4), (2, 3, 3, 3), (5, 2, 2, 2, 2))
+
+    def gradients(dy, implementation):
+        y, vjp = jax.vjp(functools.partial(jaxbp.conv2d, implementation=implementation), images, w)
+        return y, *vjp(dy)
+
+    mapped = jax.jit(jax.vmap(functools.partial(gradients, implementation=implementation)))
+    each = [gradients(one, "autodiff") for one in dy]
+    assert_close(mapped(dy), jax.tree.map(lambda *a: jnp.stack(a), *each), "float32")
 
 
 def test_it_is_the_identity_under_every_transformation():

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, cuda_program, drawn, on_the_cpu, op_of
+from helpers import REMAT3_ALONE, assert_close, cuda_program, drawn, on_the_cpu, op_of
+from jax.interpreters import partial_eval as pe
 from jax.test_util import check_grads
 
 import jaxbp
@@ -173,8 +174,10 @@ def test_jit_traces_the_forward_once(implementation):
 def test_without_jit_no_call_traces_the_forward(implementation):
     calls = []
     pair = Pair(counting(cube, calls), {"xla": cube_gradient, "pallas": cube_gradient})
-    jax.grad(total(pair, implementation))(X)
-    assert not any(isinstance(x, jax.core.Tracer) for (x,) in calls)
+    for _ in range(2):
+        jax.grad(total(pair, implementation))(X)
+    # With `jax_custom_vjp3`, JAX traces it once.
+    assert sum(isinstance(x, jax.core.Tracer) for (x,) in calls) == getattr(jax.config, "jax_custom_vjp3", False)
 
 
 def test_without_jit_a_second_call_does_not_trace_the_kernel_again():
@@ -791,8 +794,9 @@ def test_under_checkpoint_the_residuals_are_computed_once(policy):
     ids=["nothing", "the name", "another name"],
 )
 def test_a_policy_saves_or_recomputes_the_residuals_by_the_ops_name(policy, saved):
-    program = gradient_with_policy([], policy).trace(X).jaxpr
-    assert ("pure_callback" in {equation.primitive.name for equation in program.jaxpr.eqns}) == saved
+    program, _ = pe.dce_jaxpr(gradient_with_policy([], policy).trace(X).jaxpr.jaxpr, [True, True])
+    has_residual = "pure_callback" in {equation.primitive.name for equation in program.eqns}
+    assert has_residual == (saved and not REMAT3_ALONE)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "conv2d_relu_max_pool2d", "max_pool2d", "relu"])
@@ -810,7 +814,7 @@ def test_a_policy_offloads_the_residuals_of_an_op_by_the_ops_name():
         offload_dst="pinned_host",
     )
     program = str(gradient_with_policy([], policy).trace(X).jaxpr)
-    assert "host" in program
+    assert ("host" in program) == (not REMAT3_ALONE)
 
 
 def test_an_argument_that_is_a_residual_keeps_the_name_that_its_caller_gave_it():
