@@ -9,10 +9,7 @@ from jax import Array
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-try:
-    from jax._src.interpreters.remat import rules as remat_rules
-except ImportError:  # before JAX 0.12
-    remat_rules = {}
+from pallas_kernels.core.launch import remat_rules
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:

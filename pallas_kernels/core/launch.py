@@ -35,6 +35,11 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import interpreting, simulating
 from pallas_kernels.core.source_lines import recording_lines
 
+try:
+    from jax._src.interpreters.remat import rules as remat_rules
+except ImportError:  # before JAX 0.12
+    remat_rules = {}
+
 
 def launch(
     body: Callable[..., None],
