@@ -399,14 +399,14 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 
 @every_pair
 def test_vmap_maps_what_the_op_does_not_get(name):
-    (arrays, cotangents), run = drawn(name), compiled(name, None, "xla")
+    (arrays, cotangents), run, op = drawn(name), compiled(name, None, "xla"), op_of(name, None, "xla")
 
-    def scaled(t):
+    def scaled(s):
         # The op gets no mapped array, but its backward does.
-        return jax.lax.scan(lambda _, s: (None, run(arrays, [s * c for c in cotangents])), None, t)[1]
+        return [s * y for y in floats(op(*arrays))], run(arrays, [s * c for c in cotangents])
 
-    found = jax.eval_shape(jax.vmap(scaled, axis_name="i"), jnp.ones((3, 2)))
-    expected = jax.eval_shape(run, arrays, cotangents)
+    scan = jax.vmap(lambda t: jax.lax.scan(lambda _, s: (None, scaled(s)), None, t)[1], axis_name="i")
+    found, expected = jax.eval_shape(scan, jnp.ones((3, 2))), jax.eval_shape(scaled, 1.0)
     assert jax.tree.map(lambda a: a.shape[2:], found) == jax.tree.map(lambda a: a.shape, expected)
 
 
