@@ -18,10 +18,10 @@ from jaxbp.verify.arguments import (
     without_other_implementations,
 )
 from jaxbp.verify.derivatives import scale_of
-from jaxbp.verify.points import EXTRA_DATA, USER_DATA, Point
+from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
-from jaxbp.verify.report import CheckResult, CheckRow
+from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow
 from jaxbp.verify.study import Settings, Study, is_broken
 from jaxbp.verify.tolerance import Tolerance
 
@@ -171,12 +171,14 @@ def _rows(
         study = Study(op, arguments, options, settings, reference, directions)
         constants = sorted({s * c for c in reference.constants for s in (1, -1)}, key=abs)[:MOST_KINKS]
         kinks = tuple(dict.fromkeys((*settings.kinks, *constants))) if settings.kinks else ()
-        tried = list(at.points(own, reference.names, kinks, settings.added, random))
+        tried = list(at.points(own, reference.names, kinks, settings.added, _dy_factors(reference.results), random))
         large = at.everywhere_large(own, random)
         tried += [at.with_one_array(own, same, study.same_name(same)) for same in study.same]
         tried = [point.rounded(dtypes, [y.dtype for y in reference.results]) for point in tried]
         orders = [(own, order) for order in range(2, settings.order + 1)]
         expected, failed = study.expected(tried, orders)
+        if "integers" in settings.added and settings.gradient_of is None:
+            study.other_integers = list(at.other_integers(arguments.integers, random))
         for implementation in settings.implementations:
             programs, found = study.programs(implementation), []
             for row in study.of_implementation(programs, expected, failed, tried[0], tried):
@@ -187,6 +189,12 @@ def _rows(
                     yield from study.in_dtype(programs, dtype, (own, large))
 
 
+def _dy_factors(results: Sequence[Any]) -> Mapping[str, float]:
+    if any(y.dtype == np.float16 for y in results):
+        return {"dy times -32": -32.0}
+    return {"dy times -4,096": -4096.0, "dy times 1e-9": 2.0**-30}
+
+
 def _untried(rows, options, cases, added) -> str:
     missing = [name for name in EXTRA_DATA if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
@@ -195,6 +203,14 @@ def _untried(rows, options, cases, added) -> str:
         missing.append(f"added data for {', '.join(sorted(broken))}, because the user's data fails")
     elif any(is_broken([row]) for row in rows):
         missing.append("added data, because the user's data fails")
+    if kinds := {row.dtype for row in rows if row.reason == NOT_FLOATING}:
+        changed = {row.data for row in rows if row.verdict != "skipped"}
+        if kinds != {"bool"}:
+            missing.append("integers outside the range of yours" if changed & set(INTEGERS) else "other integers")
+        if "bool" in kinds and not changed & set(MASKS):
+            missing.append("other masks")
+    if any("shard_map" in row.data for row in rows):
+        missing.append("several devices")
     if not cases:
         given = f" than {', '.join(f'{name}={value!r}' for name, value in options.items())}" if options else ""
         missing += [f"other options{given}", "other shapes (cases=)"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxbp.verify.causes import cause
 from jaxbp.verify.derivatives import Arrays, flat, scale_of
-from jaxbp.verify.points import Point, generator
+from jaxbp.verify.points import USER_DATA, Point, generator
 from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
@@ -22,6 +22,7 @@ NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
 sets that differ from the data by at most the fraction `NEAR`."""
 FACTOR_ELEMENTS = 8
 """The least number of elements for which an error by a common factor counts as a mistake."""
+NOT_FINITE = "no expected number is finite"
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 ROUNDINGS = 16
@@ -86,7 +87,7 @@ class Judge:
             None,
         )
         if a.size == 0:
-            return dict(verdict="ok")
+            return dict(verdict="skipped", reason="no elements")
         tolerance = self.tolerances[dtype]
         if self._sees_kinks(point, expected.order, dtype):
             autodiff = self._autodiff(point, expected.order, i)
@@ -165,11 +166,16 @@ class Judge:
         elif undecided.any():
             worst = np.unravel_index(np.argmax(undecided), a.shape)
             reason = "autodiff is not finite, and finite differences cannot decide"
+        elif not held.any():
+            reason = NOT_FINITE
+        verdict = "failed" if wrong.any() else "inconclusive" if undecided.any() else "ok"
+        if verdict == "ok" and not held.any():
+            verdict = "inconclusive" if point.name == USER_DATA else "skipped"
         largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
         difference = np.where(held, difference, 0.0)
         size = max(largest, tolerance.atol / tolerance.rtol)
         return dict(
-            verdict="failed" if wrong.any() else "inconclusive" if undecided.any() else "ok",
+            verdict=verdict,
             elements=int(held.sum()),
             absolute=float(difference.max()),
             relative=float(difference.max() / size),
@@ -187,7 +193,7 @@ class Judge:
     def _autodiff(self, point, order, i):
         if self.autodiff is None:
             return None
-        return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
+        return np.asarray(self.autodiff.at(point, order, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
         beyond = np.zeros(point.values[i].shape if order else (), bool)

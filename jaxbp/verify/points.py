@@ -1,17 +1,28 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxbp.verify.derivatives import Arrays, scale_of
 
-EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
+EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "small", "large", "integers", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
 """In float32."""
+SMALL, NEGATIVE = 1e-4, 200.0
+LARGE, VERY_LARGE = (0.5, 2.5), (2.5, 4.0)
+"""Ranges of the decimal logarithm."""
+LEVELS = {
+    "vmap": (2, True, True, True),
+    "vmap of one argument and dy": (3, True, False, True),
+    "vmap of all other arguments": (2, False, True, False),
+    "vmap of dy": (2, False, False, True),
+}
+"""Per level of nested `vmap`, outermost first: its size, and whether it maps the first argument, the others, and dy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Point:
       of: the index of the argument that contains kinks and whose derivatives are compared. None compares all.
       kinks: whether any argument may have elements exactly at a kink. Always true if `of` is set.
       maybe_undefined: whether expected numbers that are not finite are ignored.
+      dy_factor: a power of 2 by which the checked implementation's dy is multiplied, and its gradients divided.
     """
 
     name: str
@@ -30,6 +42,7 @@ class Point:
     of: int | None = None
     kinks: bool = False
     maybe_undefined: bool = False
+    dy_factor: float = 1.0
 
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
         values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
@@ -47,12 +60,18 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def points(
-    own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
+    own: Point,
+    names: Sequence[str],
+    kinks: Sequence[float],
+    added: Sequence[str],
+    dy_factors: Mapping[str, float],
+    random: np.random.Generator,
 ) -> Iterator[Point]:
     """Yield the user's data `own`, and then changed copies of it for each name in `added` (see `check`)."""
     yield own
     if "cotangents" in added:
-        yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
+        for name, factor in dy_factors.items():
+            yield dataclasses.replace(own, name=name, dy_factor=factor)
         masked = [c * (random.random(c.shape) < 0.5) for c in own.cotangents]
         yield dataclasses.replace(own, name="dy with zeros", cotangents=masked)
     if "kinks" in added and len(kinks):
@@ -67,88 +86,96 @@ def points(
         yield ties
     if "zeros" in added:
         yield _each(own, "zeros", np.zeros_like)
+    changes = {"small": _small} if "small" in added else {}
     if "large" in added:
-        for i, name in enumerate(names):
-            where = f"large {name}" if len(names) > 1 else "large"
-            if (moved := _each(own, where, lambda a: _large(a, random), {i})).values[i] is not own.values[i]:
-                yield moved
+        changes["large"] = lambda a: _large(a, random, LARGE)
+        changes["very large"] = lambda a: _large(a, random, VERY_LARGE)
+        changes["very negative"] = _very_negative
+    for change, (i, name) in itertools.product(changes, enumerate(names)):
+        where = f"{change} {name}" if len(names) > 1 else change
+        moved = _each(own, where, changes[change], {i})
+        if moved.values[i] is own.values[i]:
+            continue
+        if change == "very negative":  # a product with it is negative, too
+            moved = _each(moved, where, np.abs, {*range(len(names))} - {i})
+        yield moved
 
 
-def halved(own: Point) -> Point:
-    return dataclasses.replace(_each(own, "half", lambda a: a / 2), kinks=False, maybe_undefined=False)
+def grid(own: Point, names: Collection[str]) -> list[Point]:
+    """Return one point per index of the nested levels of `vmap` in `names`. Arguments differ along the levels that map
+    them."""
+    found = []
+    for index in itertools.product(*map(range, sizes_of(names))):
+        first, rest, dy = (
+            math.prod(1 - k / 4 for k, (_, *maps) in zip(index, LEVELS.values(), strict=True) if maps[kind])
+            for kind in range(3)
+        )
+        values = _each(own, "", lambda a, by=first: by * a, {0}).values
+        values = [values[0], *_each(own, "", lambda a, by=rest: by * a).values[1:]]
+        cotangents = [(dy if index[-1] == 0 else -dy) * c for c in own.cotangents]
+        found.append(dataclasses.replace(own, values=values, cotangents=cotangents))
+    return found
 
 
-def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return `own` with the same array for all arguments with indices in `same`.
+def sizes_of(names: Collection[str]) -> list[int]:
+    return [size if name in names else 1 for name, (size, *_) in LEVELS.items()]
 
-    Choose the array with the narrowest range, such as [0, 1], which suits all.
+
+def other_integers(
+    arrays: Sequence[tuple[np.ndarray, bool]], random: np.random.Generator
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yield names and changed copies of integer and boolean arrays, with numbers in the range of each array.
+
+    `arrays` says whether each array may change. It stays sorted along its last axis, or a permutation, if it is.
     """
-    ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
-    rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
-    array = own.values[min(same, key=rank)]
-    values = [array if i in same else a for i, a in enumerate(own.values)]
-    return dataclasses.replace(own, name=name, values=values, kinks=True, maybe_undefined=True)
+    for name, changes in {**INTEGERS, **MASKS}.items():
+        changed = []
+        for a, may_change in arrays:
+            change = changes.get(getattr(a.dtype, "kind", None)) if may_change and a.size else None
+            changed.append(a if change is None else _as_sorted_as(a, change(np.asarray(a), random)))
+        if any(new is not a and (new != a).any() for new, (a, _) in zip(changed, arrays, strict=True)):
+            yield name, changed
 
 
-def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    return _each(own, "large", lambda a: _large(a, random))
+def _drawn(a, random):
+    if a.dtype == bool:
+        return random.random(a.shape) < 0.5
+    if a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all():
+        return random.permutation(a.ravel()).reshape(a.shape)
+    # Negative numbers often have a meaning of their own.
+    least = a[a >= 0].min(initial=np.iinfo(a.dtype).max)
+    numbers = np.unique(a[a < 0])
+    if (a >= 0).any():
+        numbers = np.concatenate([numbers, least + _spread(int(a.max()) - int(least) + 1).astype(a.dtype)])
+    return np.asarray(random.choice(numbers, a.shape), a.dtype)
 
 
-def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    size, remaining = own.values[i].size, list(kinks)
-    while size and remaining:
-        chosen, remaining = remaining[:size], remaining[size:]
-        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(chosen))).astype(int))
-        values = [np.array(a) for a in own.values]
-        values[i].flat[places] = np.resize(chosen, places.size)
-        for j, other in enumerate(values):
-            if j != i and other.shape == values[i].shape:
-                other.flat[places[len(chosen) :]] = 0  # where a kink occurs again
-        shown = ", ".join(f"{kink:.4g}" for kink in chosen)
-        yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
+def _spread(count):
+    return np.unique(np.linspace(0, count - 1, min(count, 1024)).astype(np.int64))
 
 
-def _each(own: Point, name: str, change: Callable, which: set[int] | None = None) -> Point:
-    values = [
-        change(a) if (which is None or i in which) and a.size and not _sums_to_1(a) else a
-        for i, a in enumerate(own.values)
-    ]
-    return dataclasses.replace(own, name=name, values=values, of=None, kinks=True, maybe_undefined=True)
+def _repeated(a, random):
+    drawn = _drawn(a, random)
+    if a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all():
+        return drawn
+    return np.resize(drawn.ravel()[: (a.size + 1) // 2], a.shape)
 
 
-def _sums_to_1(a: np.ndarray) -> bool:
-    return a.ndim > 0 and a.shape[-1] > 1 and bool((a >= 0).all() and np.allclose(a.sum(axis=-1), 1, atol=0.02))
+def _as_sorted_as(a, new):
+    if a.ndim == 0 or a.shape[-1] < 2 or (a[..., :1] == a).all():
+        return new
+    steps = np.diff(np.asarray(a).astype(np.int64), axis=-1)
+    if (steps >= 0).all():
+        return np.sort(new, axis=-1)
+    return np.sort(new, axis=-1)[..., ::-1] if (steps <= 0).all() else new
 
 
-def _with_least(a: np.ndarray) -> np.ndarray:
-    least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
-    least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
-    changed = np.array(a)
-    changed.flat[np.unique(np.linspace(0, a.size - 1, 3).astype(int))] = least[: min(3, a.size)]
-    return changed
-
-
-@functools.cache
-def _has_subnormals() -> bool:
-    # XLA's CPU programs do not distinguish subnormal numbers from 0.
-    return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
-
-
-def _coarse(a: np.ndarray) -> np.ndarray:
-    unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
-    positive = (a > 0).all() and not (a <= 1).all()
-    coarse = (np.ceil if positive else np.round)(a / unit) * unit
-    coarse.flat[1::3] = coarse.flat[0::3][: coarse.flat[1::3].size]
-    return coarse
-
-
-def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    if (a >= 0).all() and (a <= 1).all():
-        return a
-    signs = np.sign(a) + (a == 0)
-    return signs * 10 ** random.uniform(0.5, 2.5, a.shape)
-
-
-def _rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.asarray(np.asarray(a).astype(dtype), np.float64)
+INTEGERS = {
+    "other integers": dict.fromkeys("iu", _drawn),
+    "repeated integers": dict.fromkeys("iu", _repeated),
+}
+MASKS = {
+    "other masks": {"b": _drawn},
+    "masks of True": {"b": lambda a, random: np.ones_like(a)},
+    "masks of False": {"b": lambda a, random: np.zeros_like(a)},
+}

@@ -16,6 +16,7 @@ from jaxbp.verify.derivatives import (
     flat,
     float64,
     in_numpy,
+    quickly_compiled,
     scale_of,
     value_and_gradients,
 )
@@ -80,11 +81,13 @@ class Reference:
         self._eps, self.note, transform = EPS, None, lambda program: program
         if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:
             transform = self._lifting(wide, dtype)
-        self._transform, self._stops = transform, has(program, STOP)
-        self._derivatives = Derivatives(self.function, transform=transform, **compiling)
+        self.transform, self._stops = transform, has(program, STOP)
+        compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
+        self._compiling = compiling
+        self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
         results = transform(moved)
         self._differences = Differences(
-            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps
+            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps, **compiling
         )
         self._jumps = {}
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
@@ -111,7 +114,7 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(without_custom_rules(self.function), transform=self._transform)
+        return Derivatives(without_custom_rules(self.function), transform=self.transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
@@ -148,17 +151,21 @@ class Reference:
                 error,
                 self._rtol,
             )
+            if not self.independent and not (agreed | other).all():
+                slope = np.where(agreed | other, slope, self._slopes_at_kinks(values, cotangents, i, indices, slope))
             arrays[i].flat[indices], contradicted[i].flat[indices] = slope, other
             told &= bool(agreed.all())
             if (infinite := np.flatnonzero(~np.isfinite(gradient.ravel()))).size:
                 undecided[i].flat[infinite] = True
                 infinite = infinite[:MOST_NOT_FINITE]
-                slope = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
+                slope, mean = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
                 known = ~np.isnan(slope)
                 undecided[i].flat[infinite[known]] = False
                 finite = np.isfinite(slope)
                 arrays[i].flat[infinite[finite]] = slope[finite]
                 contradicted[i].flat[infinite[finite]] = True
+                kink = ~known & np.isfinite(mean) & np.isnan(gradient.ravel()[infinite])
+                arrays[i].flat[infinite[kink]], contradicted[i].flat[infinite[kink]] = mean[kink], True
         against = "finite differences" if told else "finite differences; autodiff where there is a kink"
         if sampled:
             against += f"; autodiff except for {', '.join(sampled)} elements"
@@ -228,7 +235,7 @@ class Reference:
             return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():
-            return rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
+            return rounded_otherwise(self.transform(gradients), list(values), list(parts), **settings)
 
     def jumps(
         self,
@@ -281,6 +288,13 @@ class Reference:
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
+    def _slopes_at_kinks(self, values, cotangents, i, indices, slope):
+        try:
+            found = self.by_rules_of_jax(1, values, cotangents)[i].ravel()[indices]
+        except Exception:  # no reverse mode
+            return slope
+        return np.where(np.isfinite(found), found, slope)
+
     def _look(self, values, cotangents, argument, indices, steps):
         return self._differences(values, cotangents, argument, indices, steps)
 
@@ -314,7 +328,7 @@ class Reference:
         if not self._stops:
             run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
         else:
-            near = jax.jit(held(self._derivatives.plain(order, square=True)))
+            near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
             run = lambda moved: near((list(moved), *arguments), (list(values), *arguments))  # noqa: E731
 
         def gradient_at(moved):

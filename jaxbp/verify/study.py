@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -10,16 +11,16 @@ import numpy as np
 from jaxbp.pairing import Implementation
 from jaxbp.verify import points as at
 from jaxbp.verify.arguments import is_float, name_of, takes_implementation
-from jaxbp.verify.derivatives import flat
+from jaxbp.verify.derivatives import flat, float64, in_numpy
 from jaxbp.verify.interpreter import without_custom_rules
-from jaxbp.verify.judge import Judge
-from jaxbp.verify.points import USER_DATA, Point
-from jaxbp.verify.programs import Programs
-from jaxbp.verify.reference import Expected
+from jaxbp.verify.judge import NOT_FINITE, Judge
+from jaxbp.verify.points import LEVELS, USER_DATA, Point
+from jaxbp.verify.programs import WRAPPERS, Programs
+from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
-MOST_ELEMENTS, WORK = (64, 10_000), 2**23
+MOST_ELEMENTS, WORK, MOST_NUMBERS = (64, 10_000), 2**23, 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +48,15 @@ class Study:
         self.op, self.arguments, self.options, self.settings = op, arguments, options, settings
         self.reference, self.directions = reference, directions
         self.steps = [settings.tolerances[a.dtype.name].step for a in arguments.floats]
-        size = sum(a.size for a in arguments.floats) + sum(y.size for y in reference.results)
+        self.size = sum(a.size for a in arguments.floats) + sum(y.size for y in reference.results)
         least, most = MOST_ELEMENTS
-        self.most = settings.most_elements or max(least, min(most, WORK // max(1, size)))
+        self.most = settings.most_elements or max(least, min(most, WORK // max(1, self.size)))
         groups = {}
         for i, a in enumerate(arguments.floats):
             groups.setdefault((a.shape, a.dtype), []).append(i)
         self.same = [group for group in groups.values() if len(group) > 1 and arguments.floats[group[0]].size]
         self.autodiff = self._autodiff()
+        self.other_integers, self._at_integers = [], {}
         self._computed_in = functools.cache(lambda *dtypes: self._narrowed(dtypes))
 
     def _autodiff(self):
@@ -98,11 +100,16 @@ class Study:
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
-    def at(self, point: Point) -> Expected:
+    def at(self, point: Point) -> tuple[Expected, Expected]:
         if not self.reference.independent:
-            return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
-        _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
-        return Expected(1, "autodiff", gradients, [np.zeros(g.shape, bool) for g in gradients])
+            found = self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)
+        else:
+            found = self.reference.value_and_gradients(point.values, point.cotangents)
+            found = [
+                Expected(order, against, arrays, [np.zeros(a.shape, bool) for a in arrays])
+                for order, against, arrays in zip((0, 1), ("float64", "autodiff"), found, strict=True)
+            ]
+        return tuple(found)
 
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
@@ -113,11 +120,14 @@ class Study:
         higher = lambda point, order: self.reference.higher(order, point.values, point.cotangents, self.directions)  # noqa: E731
         tasks = [(own, 1, confirm)]
         tasks += [(point, order, functools.partial(higher, point, order)) for point, order in orders]
-        tasks += [(point, 1, functools.partial(self.at, point)) for point in added]
+        tasks += [(point, 1, functools.partial(self.at, point)) for point in added if point.dy_factor == 1]
+        scaled = [point for point in added if point.dy_factor != 1]
         for point, order, compute in tasks:
             try:
                 result = compute()
                 found += [(point, e) for e in (result if isinstance(result, tuple) else (result,))]
+                if point is own and order == 1:  # gradients are linear in dy
+                    found += [(other, result[1]) for other in scaled]
             except jax.errors.UnexpectedTracerError:
                 raise
             except Exception as error:
@@ -143,6 +153,7 @@ class Study:
             yield checked
         if programs is not self.autodiff and not is_broken(found):
             yield from self.transformed(programs, judge, own, points)
+            yield from self.with_other_integers(programs, own)
         for name, a in zip(programs.arguments.names, programs.arguments.leaves, strict=True):
             if not is_float(a):
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
@@ -167,7 +178,7 @@ class Study:
             yield row(reason=reason, data=dtype)
             return
         rounded = [p.rounded([jnp.dtype(dtype)] * len(self.arguments.floats), results) for p in points]
-        yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
+        yield from self.compared(changed, judge, [(p, e) for p in rounded for e in self.at(p)])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
@@ -176,7 +187,7 @@ class Study:
                 return
             names = self.reference.names if e.order else self.reference.result_names
             try:
-                actual = programs.results(e.order, point.values, point.cotangents, judge.directions)
+                actual = programs.at(point, e.order, judge.directions)
                 for i, (name, a) in enumerate(zip(names, actual, strict=True)):
                     if point.of is None or point.of == i or e.order == 0:
                         verdict = judge.verdict(point, e, i, a, programs)
@@ -189,19 +200,21 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
-        both = [own, half]
-        batch = [(p.values, self._cotangents(programs, p)) for p in both]
-        runs = [("outside jit", both[:1], lambda p: [p.outside_jit(*batch[0])])]
-        vmapped = lambda vmap, remat: lambda p: p.vmapped(batch, vmap, remat)  # noqa: E731
-        runs.append(("vmap of remat", both, vmapped(True, True)))
-        for name, where, run in runs:
-            rows = list(self._same(programs, judge, name, where, run))
-            if name == "vmap of remat" and any(row.verdict != "ok" for row in rows):
-                alone = [("vmap", vmapped(True, False)), ("remat", vmapped(False, True))]
-                apart = [row for name, run in alone for row in self._same(programs, judge, name, where, run)]
-                rows = apart if any(row.verdict != "ok" for row in apart) else rows
-            yield from rows
+        yield from self._same(
+            programs, judge, "outside jit", [own], lambda p: [p.outside_jit(own.values, self._cotangents(programs, own))]
+        )
+        names = [*LEVELS, *WRAPPERS, "shard_map"]
+        if len(self.arguments.floats) == 1:
+            names.remove("vmap of all other arguments")
+        size = self.size * math.prod(at.sizes_of(names))
+        if size > MOST_NUMBERS:
+            names = [name for name in names if name == "vmap" or name not in LEVELS]
+        rows = list(self._under(programs, judge, own, names))
+        if any(row.verdict != "ok" for row in rows):
+            alone = [row for name in names for row in self._under(programs, judge, own, [name])]
+            raised = any(row.argument == "all" for row in rows)
+            rows = alone if raised or any(row.verdict != "ok" for row in alone) else rows
+        yield from rows
         for same in self.same:
             (point,) = [p for p in points if p.name == self.same_name(same)]
             run = functools.partial(
@@ -209,12 +222,63 @@ class Study:
             )
             yield from self._same(programs, judge, f"{point.name}, one array", [point], run, same)
 
+    def _under(self, programs, judge, own, names):
+        dtypes = [a.dtype for a in self.arguments.floats]
+        points = [point.rounded(dtypes, programs.result_dtypes) for point in at.grid(own, names)]
+        run = lambda p: p.transformed(names, points)  # noqa: E731
+        return self._same(programs, judge, ", ".join(names), points, run)
+
+    def with_other_integers(self, programs: Programs, own: Point) -> Iterator[CheckRow]:
+        """Compare results and gradients at other integers with the reference.
+
+        The integers are arguments of one program. If a number differs, a second check with these integers as constants
+        decides.
+        """
+        row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
+        dtype, of = self.arguments.floats[0].dtype.name, programs.of_integers()
+        values, cotangents = programs.in_dtypes(own.values), self._cotangents(programs, own)
+        for name, integers in self.other_integers:
+            skipped = functools.partial(row, dtype, "all", 1, "", "skipped", data=name)
+            try:
+                expected = self._expected_at(own, name, integers)
+                actual = of(values, cotangents, integers)
+            except Exception as error:
+                yield skipped(reason=type(error).__name__)
+                continue
+            pairs = [(np.asarray(a, np.float64), e) for a, e in zip(itertools.chain(*actual), expected, strict=True)]
+            pairs = [(a[np.isfinite(e)], e[np.isfinite(e)]) for a, e in pairs]
+            tolerances = [self.settings.tolerances[a.dtype.name] for a in itertools.chain(*actual)]
+            if all(within(a, e, tolerance) for (a, e), tolerance in zip(pairs, tolerances, strict=True)):
+                elements = sum(e.size for _, e in pairs)
+                yield row(dtype, "all", 1, "autodiff", "ok", elements=elements, data=name) if elements else skipped(
+                    reason=NOT_FINITE
+                )
+                continue
+            arguments = self.arguments.with_integers(integers)
+            reference = Reference(self.op, arguments, self.options)
+            study = Study(self.op, arguments, self.options, self.settings, reference, self.directions)
+            point = dataclasses.replace(own, name=name, maybe_undefined=True, kinks=True)
+            expected = reference.first_orders(point.values, point.cotangents, self.steps, self.most)
+            changed = study.programs(programs.implementation)
+            yield from study.compared(changed, study.judge(), [(point, e) for e in expected])
+
+    def _expected_at(self, own, name, integers):
+        if name not in self._at_integers:
+            with float64():
+                found = self._of_integers(list(own.values), list(own.cotangents), integers)
+            self._at_integers[name] = in_numpy([*found[0], *found[1]])
+        return self._at_integers[name]
+
+    @functools.cached_property
+    def _of_integers(self):
+        return self.autodiff.of_integers(self.reference.transform)
+
     def _with_one_array(self, programs, same, cotangents, point):
         y, gradient = programs.with_one_array(point.values, cotangents, same)
         return [[*y, gradient]]
 
     def _cotangents(self, programs, point):
-        return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
+        return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes, strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
         """Compare an implementation under `jit` with `run(programs)`, which runs it in another way, such as `vmap`.
@@ -231,7 +295,9 @@ class Study:
                 able = autodiff is not None and autodiff is not programs and run(autodiff) is not None
             except Exception:
                 able = False
-            verdict = "failed" if able and not isinstance(error, NotImplementedError) else "skipped"
+            # A mesh of several devices may need more of an op, so that one device cannot tell whether it is wrong.
+            wrong = able and name != "shard_map" and not isinstance(error, NotImplementedError)
+            verdict = "failed" if wrong else "skipped"
             yield row(dtype, "all", 1, "", verdict, reason=_named(error), data=name)
             return
         try:
@@ -244,8 +310,7 @@ class Study:
     def _differing(self, programs, judge, name, where, found, same):
         reference = self.reference
         for point, arrays in zip(where, found, strict=True):
-            settings = point.values, point.cotangents, self.directions
-            jitted = [programs.results(order, *settings) for order in (0, 1)]
+            jitted = [programs.at(point, order, self.directions) for order in (0, 1)]
             if same:
                 jitted[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)]
             count, expected = len(reference.results), None
