@@ -17,12 +17,15 @@ SMALL, NEGATIVE = 1e-4, 200.0
 LARGE, VERY_LARGE = (0.5, 2.5), (2.5, 4.0)
 """Ranges of the decimal logarithm."""
 LEVELS = {
-    "vmap": (2, True, True, True),
-    "vmap of one argument and dy": (3, True, False, True),
-    "vmap of all other arguments": (2, False, True, False),
+    "vmap": (3, True, False, True),
+    "vmap of an argument": (2, True, False, False),
+    "vmap of the other arguments": (2, False, True, False),
+    "vmap of all": (2, True, True, True),
     "vmap of dy": (2, False, False, True),
 }
-"""Per level of nested `vmap`, outermost first: its size, and whether it maps the first argument, the others, and dy."""
+"""For each level of nested `vmap`, outermost first, its size, and whether it maps the first argument, the other
+arguments, and dy."""
+LEVELS_OF_SEVERAL = {"vmap of the other arguments", "vmap of all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,3 +182,87 @@ MASKS = {
     "masks of True": {"b": lambda a, random: np.ones_like(a)},
     "masks of False": {"b": lambda a, random: np.zeros_like(a)},
 }
+
+
+def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
+    """Return `own` with the same array for all arguments with indices in `same`.
+
+    Choose the array with the narrowest range, such as [0, 1], which suits all.
+    """
+    ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
+    rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
+    array = own.values[min(same, key=rank)]
+    values = [array if i in same else a for i, a in enumerate(own.values)]
+    return dataclasses.replace(own, name=name, values=values, kinks=True, maybe_undefined=True)
+
+
+def everywhere_large(own: Point, random: np.random.Generator) -> Point:
+    return _each(own, "large", lambda a: _large(a, random, LARGE))
+
+
+def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
+    size, remaining = own.values[i].size, list(kinks)
+    while size and remaining:
+        chosen, remaining = remaining[:size], remaining[size:]
+        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(chosen))).astype(int))
+        values = [np.array(a) for a in own.values]
+        values[i].flat[places] = np.resize(chosen, places.size)
+        for j, other in enumerate(values):
+            if j != i and other.shape == values[i].shape:
+                other.flat[places[len(chosen) :]] = 0  # where a kink occurs again
+        shown = ", ".join(f"{kink:.4g}" for kink in chosen)
+        yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
+
+
+def _each(own: Point, name: str, change: Callable, which: set[int] | None = None) -> Point:
+    values = [
+        change(a) if (which is None or i in which) and a.size and not _sums_to_1(a) else a
+        for i, a in enumerate(own.values)
+    ]
+    return dataclasses.replace(own, name=name, values=values, of=None, kinks=True, maybe_undefined=True)
+
+
+def _sums_to_1(a: np.ndarray) -> bool:
+    return a.ndim > 0 and a.shape[-1] > 1 and bool((a >= 0).all() and np.allclose(a.sum(axis=-1), 1, atol=0.02))
+
+
+def _with_least(a: np.ndarray) -> np.ndarray:
+    least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
+    least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
+    changed = np.array(a)
+    changed.flat[np.unique(np.linspace(0, a.size - 1, 3).astype(int))] = least[: min(3, a.size)]
+    return changed
+
+
+@functools.cache
+def _has_subnormals() -> bool:
+    # XLA's CPU programs do not distinguish subnormal numbers from 0.
+    return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
+
+
+def _coarse(a: np.ndarray) -> np.ndarray:
+    unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
+    positive = (a > 0).all() and not (a <= 1).all()
+    coarse = (np.ceil if positive else np.round)(a / unit) * unit
+    coarse.flat[1::3] = coarse.flat[0::3][: coarse.flat[1::3].size]
+    return coarse
+
+
+def _small(a: np.ndarray) -> np.ndarray:
+    return SMALL / scale_of(a) * a
+
+
+def _very_negative(a: np.ndarray) -> np.ndarray:
+    return a if (a >= 0).all() else a - scale_of(a) - NEGATIVE
+
+
+def _large(a: np.ndarray, random: np.random.Generator, exponents: tuple[float, float]) -> np.ndarray:
+    if (a >= 0).all() and (a <= 1).all():
+        return a
+    signs = np.sign(a) + (a == 0)
+    return signs * 10 ** random.uniform(*exponents, a.shape)
+
+
+def _rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(np.asarray(a).astype(dtype), np.float64)

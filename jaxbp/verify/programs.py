@@ -88,7 +88,7 @@ class Programs:
 
     def takes_arguments(self) -> bool:
         try:
-            self.result_dtypes
+            _ = self.result_dtypes
         except (NotImplementedError, TypeError, ValueError):
             return False
         return True
@@ -142,7 +142,9 @@ class Programs:
         ]
         cotangents = [
             stacked([c.astype(dtype) for c in arrays], 3)
-            for arrays, dtype in zip(zip(*(point.cotangents for point in points), strict=True), self.result_dtypes, strict=True)
+            for arrays, dtype in zip(
+                zip(*(point.cotangents for point in points), strict=True), self.result_dtypes, strict=True
+            )
         ]
         found = in_numpy(_flat(program(values, cotangents)))
         found = [a.reshape(len(points), *a.shape[len(mapped) :]) for a in found]

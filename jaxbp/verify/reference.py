@@ -81,7 +81,7 @@ class Reference:
         self._eps, self.note, transform = EPS, None, lambda program: program
         if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:
             transform = self._lifting(wide, dtype)
-        self.transform, self._stops = transform, has(program, STOP)
+        self._transform, self._stops = transform, has(program, STOP)
         compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._compiling = compiling
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
@@ -89,7 +89,7 @@ class Reference:
         self._differences = Differences(
             held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps, **compiling
         )
-        self._jumps = {}
+        self._jumps, self._at_integers = {}, None
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
@@ -114,7 +114,7 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(without_custom_rules(self.function), transform=self.transform)
+        return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
@@ -203,6 +203,14 @@ class Reference:
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
+    def at_integers(self, programs: Any, values: Arrays, cotangents: Arrays, integers: Sequence[Any]) -> Arrays:
+        """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
+        if self._at_integers is None:
+            self._at_integers = programs.of_integers(self._transform)
+        with float64():
+            y, gradients = self._at_integers(list(values), list(cotangents), integers)
+        return in_numpy([*y, *gradients])
+
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
@@ -230,12 +238,14 @@ class Reference:
         `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
 
+        function = self.function if self.independent else without_custom_rules(self.function)
+
         def gradients(values, parts):
-            y, vjp = jax.vjp(self.function, *values)
+            y, vjp = jax.vjp(function, *values)
             return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():
-            return rounded_otherwise(self.transform(gradients), list(values), list(parts), **settings)
+            return rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
 
     def jumps(
         self,

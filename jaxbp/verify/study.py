@@ -11,10 +11,10 @@ import numpy as np
 from jaxbp.pairing import Implementation
 from jaxbp.verify import points as at
 from jaxbp.verify.arguments import is_float, name_of, takes_implementation
-from jaxbp.verify.derivatives import flat, float64, in_numpy
+from jaxbp.verify.derivatives import flat
 from jaxbp.verify.interpreter import without_custom_rules
 from jaxbp.verify.judge import NOT_FINITE, Judge
-from jaxbp.verify.points import LEVELS, USER_DATA, Point
+from jaxbp.verify.points import LEVELS, LEVELS_OF_SEVERAL, USER_DATA, Point
 from jaxbp.verify.programs import WRAPPERS, Programs
 from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
@@ -201,20 +201,22 @@ class Study:
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
         yield from self._same(
-            programs, judge, "outside jit", [own], lambda p: [p.outside_jit(own.values, self._cotangents(programs, own))]
+            programs,
+            judge,
+            "outside jit",
+            [own],
+            lambda p: [p.outside_jit(own.values, self._cotangents(programs, own))],
         )
-        names = [*LEVELS, *WRAPPERS, "shard_map"]
-        if len(self.arguments.floats) == 1:
-            names.remove("vmap of all other arguments")
-        size = self.size * math.prod(at.sizes_of(names))
-        if size > MOST_NUMBERS:
-            names = [name for name in names if name == "vmap" or name not in LEVELS]
-        rows = list(self._under(programs, judge, own, names))
-        if any(row.verdict != "ok" for row in rows):
-            alone = [row for name in names for row in self._under(programs, judge, own, [name])]
-            raised = any(row.argument == "all" for row in rows)
-            rows = alone if raised or any(row.verdict != "ok" for row in alone) else rows
-        yield from rows
+        levels = [name for name in LEVELS if len(self.arguments.floats) > 1 or name not in LEVELS_OF_SEVERAL]
+        if self.size * math.prod(at.sizes_of(levels)) > MOST_NUMBERS:
+            levels = ["vmap"]
+        for names in levels, [*WRAPPERS, "shard_map"]:
+            rows = list(self._under(programs, judge, own, names))
+            if any(row.verdict != "ok" for row in rows):
+                alone = [row for name in names for row in self._under(programs, judge, own, [name])]
+                only_together = all(row.verdict == "ok" for row in alone) and any(row.argument != "all" for row in rows)
+                rows = rows if only_together else alone
+            yield from rows
         for same in self.same:
             (point,) = [p for p in points if p.name == self.same_name(same)]
             run = functools.partial(
@@ -229,49 +231,42 @@ class Study:
         return self._same(programs, judge, ", ".join(names), points, run)
 
     def with_other_integers(self, programs: Programs, own: Point) -> Iterator[CheckRow]:
-        """Compare results and gradients at other integers with the reference.
+        """Compare results and gradients at other integers with autodiff. All integers share one program.
 
-        The integers are arguments of one program. If a number differs, a second check with these integers as constants
-        decides.
+        If a number differs, a study with these integers decides.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
-        dtype, of = self.arguments.floats[0].dtype.name, programs.of_integers()
+        dtype, run = self.arguments.floats[0].dtype.name, programs.of_integers()
         values, cotangents = programs.in_dtypes(own.values), self._cotangents(programs, own)
         for name, integers in self.other_integers:
             skipped = functools.partial(row, dtype, "all", 1, "", "skipped", data=name)
             try:
-                expected = self._expected_at(own, name, integers)
-                actual = of(values, cotangents, integers)
+                if name not in self._at_integers:
+                    at_own = self.autodiff, own.values, own.cotangents
+                    self._at_integers[name] = self.reference.at_integers(*at_own, integers)
+                found = [*itertools.chain(*run(values, cotangents, integers))]
             except Exception as error:
                 yield skipped(reason=type(error).__name__)
                 continue
-            pairs = [(np.asarray(a, np.float64), e) for a, e in zip(itertools.chain(*actual), expected, strict=True)]
-            pairs = [(a[np.isfinite(e)], e[np.isfinite(e)]) for a, e in pairs]
-            tolerances = [self.settings.tolerances[a.dtype.name] for a in itertools.chain(*actual)]
-            if all(within(a, e, tolerance) for (a, e), tolerance in zip(pairs, tolerances, strict=True)):
-                elements = sum(e.size for _, e in pairs)
-                yield row(dtype, "all", 1, "autodiff", "ok", elements=elements, data=name) if elements else skipped(
-                    reason=NOT_FINITE
-                )
-                continue
-            arguments = self.arguments.with_integers(integers)
-            reference = Reference(self.op, arguments, self.options)
-            study = Study(self.op, arguments, self.options, self.settings, reference, self.directions)
-            point = dataclasses.replace(own, name=name, maybe_undefined=True, kinks=True)
-            expected = reference.first_orders(point.values, point.cotangents, self.steps, self.most)
-            changed = study.programs(programs.implementation)
-            yield from study.compared(changed, study.judge(), [(point, e) for e in expected])
+            right, elements = True, 0
+            for a, e in zip(found, self._at_integers[name], strict=True):
+                finite = np.isfinite(e)
+                elements += finite.sum()
+                right &= within(np.asarray(a)[finite], e[finite], self.settings.tolerances[a.dtype.name])
+            if not right:
+                yield from self._at_constants(programs, own, name, self.arguments.with_integers(integers))
+            elif elements:
+                yield row(dtype, "all", 1, "autodiff", "ok", elements=int(elements), data=name)
+            else:
+                yield skipped(reason=NOT_FINITE)
 
-    def _expected_at(self, own, name, integers):
-        if name not in self._at_integers:
-            with float64():
-                found = self._of_integers(list(own.values), list(own.cotangents), integers)
-            self._at_integers[name] = in_numpy([*found[0], *found[1]])
-        return self._at_integers[name]
-
-    @functools.cached_property
-    def _of_integers(self):
-        return self.autodiff.of_integers(self.reference.transform)
+    def _at_constants(self, programs, own, name, arguments):
+        reference = Reference(self.op, arguments, self.options)
+        study = Study(self.op, arguments, self.options, self.settings, reference, self.directions)
+        point = dataclasses.replace(own, name=name, kinks=True, maybe_undefined=True)
+        expected = reference.first_orders(point.values, point.cotangents, self.steps, self.most)
+        changed = study.programs(programs.implementation)
+        return study.compared(changed, study.judge(), [(point, e) for e in expected])
 
     def _with_one_array(self, programs, same, cotangents, point):
         y, gradient = programs.with_one_array(point.values, cotangents, same)
