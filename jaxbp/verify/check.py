@@ -52,24 +52,29 @@ def check(
 ) -> CheckResult:
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
-    - Order 0: the value, as computed while differentiating, must equal the forward's value in float64.
+    - Order 0: the value, as computed while differentiating, must equal the value of the forward alone in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
       float64, which central differences confirm or correct.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
-    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed for all
-    arguments of its shape, and on the data that `added` names:
+    A hand-written backward also runs outside `jit`, with one array passed for all arguments of its shape, under nested
+    `vmap` of all arguments, of some of them, and of dy alone, and under `jax.checkpoint`, `scan`, `cond`, and
+    `shard_map` on one device. It also runs on the data that `added` names:
 
-    - "cotangents": dy times -30, and dy with zeros.
+    - "cotangents": dy times -4,096 and times 1e-9 (in float16, only times -32), and dy with zeros.
     - "kinks": some elements are a number in `kinks`, a constant of the forward, -0, or a subnormal number.
     - "ties": few different numbers.
     - "zeros": zeros only.
-    - "large": numbers up to 300, in one argument at a time.
+    - "small": numbers up to 1e-4, in one argument at a time.
+    - "large": numbers up to 300, up to 10,000, and below -200 (where other arguments are not negative), in one argument
+      at a time.
+    - "integers": other and repeated integers in the range of the user's integers, random masks, and masks of True and
+      of False, in a hand-written backward.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
       precision.
 
-    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. For an op
-    with other requirements, such as sorted arguments, use `added=("cotangents",)`.
+    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. Integers stay
+    sorted, or a permutation. For an op with other requirements, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
     An argument of `stop_gradient` counts as a constant.

@@ -200,13 +200,8 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        yield from self._same(
-            programs,
-            judge,
-            "outside jit",
-            [own],
-            lambda p: [p.outside_jit(own.values, self._cotangents(programs, own))],
-        )
+        outside_jit = lambda p: [p.outside_jit(own.values, self._cotangents(programs, own))]  # noqa: E731
+        yield from self._same(programs, judge, "outside jit", [own], outside_jit)
         levels = [name for name in LEVELS if len(self.arguments.floats) > 1 or name not in LEVELS_OF_SEVERAL]
         if self.size * math.prod(at.sizes_of(levels)) > MOST_NUMBERS:
             levels = ["vmap"]
