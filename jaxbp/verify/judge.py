@@ -112,7 +112,7 @@ class Judge:
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
-        held &= ~np.isfinite(e) | (np.abs(e) <= float(jnp.finfo(case.dtype).max))
+        held &= ~np.isfinite(e) | (np.abs(point.dy_factor * e) <= float(jnp.finfo(case.dtype).max))
         undecided = np.zeros(a.shape, bool)
         if expected.undecided is not None and not loose:
             undecided = expected.undecided[case.i] & np.isfinite(a)
@@ -199,9 +199,8 @@ class Judge:
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
             cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
-            beyond |= np.abs(self.reference.derivative(order, point.values, cotangents, self.directions)[i]) > float(
-                jnp.finfo(dtype).max
-            )
+            of_one = self.reference.derivative(order, point.values, cotangents, self.directions)[i]
+            beyond |= np.abs(point.dy_factor * of_one) > float(jnp.finfo(dtype).max)
         return beyond
 
     def _precision_of(self, dtype):

@@ -126,7 +126,7 @@ class Programs:
             run = jax.vmap(run, ([first] + others * [rest], dy))
         if "shard_map" in names:
             mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("checked",))
-            spec = jax.sharding.PartitionSpec("checked" if mapped else None)
+            spec = jax.sharding.PartitionSpec(*["checked"] * bool(mapped))
             run = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
         program = jax.jit(run, **self._quickly)
 
