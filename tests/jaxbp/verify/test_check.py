@@ -414,7 +414,19 @@ def test_the_report_says_what_was_tried_and_what_was_not():
     assert "outside jit, vmap, vmap of an argument, vmap of dy, remat, cond, scan, shard_map" in text
     assert "not tried: float64, several devices, other options, other shapes (cases=)" in text
     assert all(len(line) <= 80 for line in str(result).splitlines())
-    assert len(str(check(jaxbp.relu, *drawn((3,)), order=1, added=())).splitlines()) == 3 + 3
+    assert len(str(check(jaxbp.relu, *drawn((3,)), order=1, added=())).splitlines()) == 3 + 5
+
+
+def test_the_report_names_the_implementation_that_did_not_try_a_dtype():
+    def sine(x, implementation=None):
+        if implementation == "xla" and x.dtype == jnp.bfloat16:
+            raise NotImplementedError("float32 only")
+        return jnp.sin(x)
+
+    text = " ".join(str(quickly(sine, *S, implementations=["xla", "autodiff"], added=["dtypes"])).split())
+    tried, not_tried = text.split("not tried: ")
+    assert "bf16" in tried and not_tried.startswith("bfloat16 in xla (NotImplementedError: float32 only), ")
+    assert not_tried.count("bfloat16") == 1
 
 
 @pytest.mark.parametrize(
