@@ -114,7 +114,7 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(without_custom_rules(self.function), transform=self._transform)
+        return Derivatives(without_custom_rules(self.function), transform=self._transform, **self._compiling)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
@@ -125,11 +125,17 @@ class Reference:
             return in_numpy(self._derivatives.value_and_gradients(list(values), list(cotangents)))
 
     def first_orders(
-        self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
+        self,
+        values: Arrays,
+        cotangents: Arrays,
+        steps: Sequence[float | None],
+        most: int,
+        nan_is_wrong: bool = True,
     ) -> tuple[Expected, Expected]:
         """Return the expected results and gradients. Finite differences check about `most` elements per gradient.
 
-        `steps` has the step of finite differences for each argument. None is as in `Tolerance`.
+        `steps` has the step of finite differences for each argument. None is as in `Tolerance`. With `nan_is_wrong`, the
+        mean of two one-sided slopes replaces a NaN of autodiff.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -154,7 +160,7 @@ class Reference:
             if not self.independent and not agreed.all():
                 by_rules = self._by_rules(values, cotangents, i).ravel()[indices]
                 # The slopes of the median of equal numbers are 0.
-                other &= ~(np.abs(by_rules - gradient.ravel()[indices]) <= self._rtol * np.abs(by_rules))
+                other &= ~np.isclose(gradient.ravel()[indices], by_rules, rtol=self._rtol, atol=0)
                 slope = np.where(agreed | other | ~np.isfinite(by_rules), slope, by_rules)
             arrays[i].flat[indices], contradicted[i].flat[indices] = slope, other
             told &= bool(agreed.all())
@@ -167,7 +173,7 @@ class Reference:
                 finite = np.isfinite(slope)
                 arrays[i].flat[infinite[finite]] = slope[finite]
                 contradicted[i].flat[infinite[finite]] = True
-                kink = ~known & np.isfinite(mean) & np.isnan(gradient.ravel()[infinite])
+                kink = nan_is_wrong & ~known & np.isfinite(mean) & np.isnan(gradient.ravel()[infinite])
                 arrays[i].flat[infinite[kink]], contradicted[i].flat[infinite[kink]] = mean[kink], True
         against = "finite differences" if told else "finite differences; autodiff where there is a kink"
         if sampled:

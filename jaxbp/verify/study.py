@@ -102,7 +102,7 @@ class Study:
 
     def at(self, point: Point) -> tuple[Expected, Expected]:
         if not self.reference.independent:
-            found = self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)
+            found = self.reference.first_orders(point.values, point.cotangents, self.steps, self.most, False)
         else:
             found = self.reference.value_and_gradients(point.values, point.cotangents)
             found = [

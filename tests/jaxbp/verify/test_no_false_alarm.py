@@ -164,6 +164,31 @@ def test_what_was_once_called_wrong_passes(name):
     check(op, *args, order=1, implementations=["xla", "autodiff"], **settings).raise_if_failed()
 
 
+def masked_softmax(x, mask):
+    return jax.nn.softmax(jnp.where(mask, x, -1e9))
+
+
+def rows_of(x, rows):
+    return x[rows]
+
+
+# name -> (function, arguments)
+RIGHT_RULES = {
+    "medians of equal numbers": (functools.partial(jnp.median, axis=-1), [ROWS]),
+    "rows": (rows_of, [ROWS, np.array([1, 0, 1])]),
+    "a mask": (masked_softmax, [ROWS, np.array([[True, False, True, True]])]),
+    "products": (jnp.matmul, [ROWS, ROWS.T]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_RULES)
+def test_a_rule_that_is_autodiff_passes(name):
+    function, args = RIGHT_RULES[name]
+    op = jax.custom_vjp(lambda *args: function(*args))
+    op.defvjp(lambda *args: (function(*args), args), lambda args, dy: jax.vjp(function, *args)[1](dy))
+    check(op, *args, order=1).raise_if_failed()
+
+
 def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
     @jax.custom_vjp
     def wrong(x):
