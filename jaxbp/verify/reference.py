@@ -134,8 +134,8 @@ class Reference:
     ) -> tuple[Expected, Expected]:
         """Return the expected results and gradients. Finite differences check about `most` elements per gradient.
 
-        `steps` has the step of finite differences for each argument. None is as in `Tolerance`. With `nan_is_wrong`, the
-        mean of two one-sided slopes replaces a NaN of autodiff.
+        `steps` has the step of finite differences for each argument. None is as in `Tolerance`. With
+        `nan_is_wrong`, the mean of two one-sided slopes replaces a NaN of autodiff.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
