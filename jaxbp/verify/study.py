@@ -116,18 +116,21 @@ class Study:
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
         own, *added = points
         found, failed = [], []
-        confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
+        confirm = functools.cache(
+            lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)
+        )
         higher = lambda point, order: self.reference.higher(order, point.values, point.cotangents, self.directions)  # noqa: E731
         tasks = [(own, 1, confirm)]
         tasks += [(point, order, functools.partial(higher, point, order)) for point, order in orders]
-        tasks += [(point, 1, functools.partial(self.at, point)) for point in added if point.dy_factor == 1]
-        scaled = [point for point in added if point.dy_factor != 1]
+        for point in added:
+            # Gradients are linear in dy.
+            tasks.append(
+                (point, 1, functools.partial(self.at, point) if point.dy_factor == 1 else lambda: confirm()[1])
+            )
         for point, order, compute in tasks:
             try:
                 result = compute()
                 found += [(point, e) for e in (result if isinstance(result, tuple) else (result,))]
-                if point is own and order == 1:  # gradients are linear in dy
-                    found += [(other, result[1]) for other in scaled]
             except jax.errors.UnexpectedTracerError:
                 raise
             except Exception as error:
