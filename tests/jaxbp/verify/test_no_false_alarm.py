@@ -139,6 +139,9 @@ ONCE_WRONG = {
         jaxbp.max_backward, [ROWS[0, :3], np.stack([ROWS, -ROWS, 2 * ROWS], axis=1)],
         dict(axis=(0, 2), kink_convention=False, added=["zeros"], seed=7),
     ),
+    "a value that jumps at a tie": (
+        jaxbp.max_backward, [ROWS[0, :2], ROWS], dict(axis=1, kink_convention=False, added=["ties"]),
+    ),
     "terms that overflow and cancel": (
         jaxbp.matmul_backward, [HALF, 3000 * HALF, 3000 * HALF], dict(added=["cotangents"]),
     ),
