@@ -98,14 +98,14 @@ def test_flax_stays_in_the_layers_and_the_experiments():
     assert all(path.startswith(("jaxbp/nn/", "jaxbp/nnx/")) for path in importing(["flax"], "jaxbp"))
 
 
-PRIVATE = ["pallas_kernels/core/launch.py", "pallas_kernels/core/simulator.py"]
+PRIVATE = [f"pallas_kernels/core/{name}.py" for name in ("launch", "simulator", "source_lines")]
 
 
-def test_only_launch_and_the_simulator_import_what_jax_keeps_private():
+def test_only_three_files_import_what_jax_keeps_private():
     assert importing(["jax._src"], *ROOMS) == PRIVATE
 
 
-def test_only_launch_and_the_simulator_name_what_jax_keeps_private():
+def test_only_three_files_name_what_jax_keeps_private():
     names = [str(path.relative_to(ROOT)) for room in ROOMS for path in files(room) if "jax._src" in path.read_text()]
     assert names == PRIVATE
 
@@ -215,7 +215,7 @@ TESTED_ELSEWHERE = {
     *("jaxbp/common/gradients", "jaxbp/common/options"),
     *(
         f"jaxbp/verify/{name}"
-        for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
+        for name in ("causes", "derivatives", "differences", "exact", "interpreter", "judge", "measurement", "page")
     ),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
     "jaxbp/catalogue/cases",

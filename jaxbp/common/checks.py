@@ -9,6 +9,8 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Key, UInt32
 
+from jaxbp.common.numerics import weakly_typed
+
 AnyArray = Array | np.ndarray
 AnyFloats = Float[AnyArray, "*shape"]
 Floats = Float[Array, "*shape"]
@@ -20,20 +22,62 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one floating dtype, promoted as in `jax.numpy`. Arguments named in `optional`
-    may be None."""
+    """Return the arguments, arrays or numbers, as arrays of one floating dtype, promoted as in `jax.numpy`. Arguments
+    named in `optional` may be None."""
+    return _promoted(op, optional, arguments, integers_stay=False)
+
+
+def numeric(op: str, **arguments: Any) -> tuple[Array, ...]:
+    """Return the arguments as `floating` does, but with an integer or boolean dtype if none of them is floating."""
+    return _promoted(op, (), arguments, integers_stay=True)
+
+
+def _promoted(op: str, optional: Sequence[str], arguments: dict[str, Any], integers_stay: bool) -> tuple[Array, ...]:
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
     for name, a in given.items():
         if not jnp.issubdtype(a.dtype, jnp.floating):
-            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
-        if a.dtype.itemsize < 2:  # JAX does not promote floats of 8 bits or less
+            if not is_discrete(a):
+                raise _not_floating(op, name, a)
+        elif a.dtype.itemsize < 2:  # JAX does not promote floats of 8 bits or less
             wanted = f"a floating dtype of at least 16 bits, say {name}.astype(jnp.bfloat16)"
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {wanted}")
-    if len({a.dtype for a in given.values()}) > 1:
-        dtype = jnp.result_type(*given.values())
-        arrays |= {name: a.astype(dtype) for name, a in given.items()}
+    dtypes = {a.dtype for a in given.values()}
+    dtype = jnp.result_type(*given.values()) if len(dtypes) > 1 else next(iter(dtypes))
+    if not integers_stay and not jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.dtype("float64" if dtype.itemsize == 8 else "float32")
+    if dtypes != {dtype}:
+        # As in JAX, a floating array determines the dtype of integers, even if it is weakly typed.
+        decisive = [a for a in given.values() if not is_discrete(a)] or given.values()
+        weak = all(jax.typeof(a).weak_type for a in decisive)
+        arrays |= {name: weakly_typed(a, dtype) if weak else a.astype(dtype) for name, a in given.items()}
     return tuple(arrays.values())
+
+
+def only_floating(op: str, **arguments: Any) -> tuple[Array, ...]:
+    """Return the arguments as `floating` does, but refuse integers and booleans."""
+    for name, a in arguments.items():
+        require_floating(op, name, a)
+    return floating(op, **arguments)
+
+
+def require_floating(op: str, name: str, a: Any) -> None:
+    if is_discrete(array(op, name, a)):
+        raise _not_floating(op, name, a)
+
+
+def refuse_booleans(op: str, name: str, a: Any) -> None:
+    if array(op, name, a).dtype == bool:
+        raise _not_floating(op, name, a)
+
+
+def _not_floating(op: str, name: str, a: Any) -> TypeError:
+    got = f"has dtype {a.dtype}" if hasattr(a, "dtype") else f"is {a!r}"
+    return TypeError(f"{op}: {name} {got}; wants a floating dtype, say {name}.astype(jnp.float32)")
+
+
+def is_discrete(a: Any) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.integer) or a.dtype == bool
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
@@ -112,7 +156,7 @@ def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
 
 
 def array(op: str, name: str, a: Any) -> Array:
-    if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+    if not isinstance(a, int | float) and not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     if isinstance(a, Array) and not isinstance(a, jax.core.Tracer):
         return a
@@ -135,8 +179,11 @@ def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
+    given = {a.shape for a in arrays.values()}
+    if len(given) == 1:
+        return given.pop()
     try:
-        return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
+        return jnp.broadcast_shapes(*given)
     except ValueError:
         shapes = " and ".join(f"{name} has shape {a.shape}" for name, a in arrays.items())
         raise ValueError(f"{op}: {shapes}; wants shapes that broadcast") from None
@@ -169,6 +216,13 @@ def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return `value`, a number in [low, high] or a concrete array of shape (), as a Python number."""
+    if isinstance(value, Array | np.ndarray):
+        traced = isinstance(value, jax.core.Tracer)
+        if traced or value.shape:
+            got = "is a traced array" if traced else f"has shape {value.shape}"
+            raise ValueError(f"{op}: {name} {got}; wants a Python number")
+        value = value.item()
     if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

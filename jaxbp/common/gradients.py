@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+
+from jaxbp.common.numerics import weakly_typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +16,7 @@ class _Leaf:
     path: str
     shape: tuple[int, ...] | None
     dtype: np.dtype | None
+    weak_type: bool
 
 
 @jax.tree_util.register_static
@@ -38,19 +42,19 @@ class Kinds:
             raise TypeError(f"{op}_backward: returns a list; wants a tuple with {each}")
         if len(gradients) != len(names):
             raise ValueError(f"{op}_backward: returns {len(gradients)} gradients; wants {len(names)}, {each}")
-        for name, kinds, gradient in zip(names, self.structure.unflatten(self.leaves), gradients, strict=True):
-            _check(op, name, kinds, gradient)
-        return gradients
+        each = zip(names, self.structure.unflatten(self.leaves), gradients, strict=True)
+        return tuple(_checked(op, name, kinds, gradient) for name, kinds, gradient in each)
 
 
 def _leaf(path: tuple, a: Any) -> _Leaf:
     is_array = hasattr(a, "dtype") and hasattr(a, "shape")
-    return _Leaf(jax.tree_util.keystr(path), *((a.shape, a.dtype) if is_array else (None, None)))
+    kind = (a.shape, a.dtype, jax.typeof(a).weak_type) if is_array else (None, None, False)
+    return _Leaf(jax.tree_util.keystr(path), *kind)
 
 
-def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
+def _checked(op: str, name: str, kinds: Any, gradient: Any) -> Any:
     if kinds is None or gradient is None:
-        return
+        return gradient
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)
     try:
         parts = structure.flatten_up_to(kinds)
@@ -62,6 +66,10 @@ def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
     for g, kind in zip(leaves, parts, strict=True):
         if g is not None and kind.dtype is not None:
             _check_array(f"{op}_backward", f"{name}{kind.path}", kind, g)
+    return structure.unflatten(
+        weakly_typed(g, kind.dtype) if g is not None and kind.weak_type else g
+        for g, kind in zip(leaves, parts, strict=True)
+    )
 
 
 def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
@@ -106,6 +114,14 @@ def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
         return gradient.astype(dtype) if is_other else gradient
 
     return jax.tree.map(converted, arguments, gradients)
+
+
+def summed_like(a: Array, gradient: Array) -> Array:
+    """Return the gradient with respect to `a` from the gradient with respect to `a`, broadcast to a larger shape."""
+    if gradient.shape == a.shape:
+        return gradient
+    (summed,) = jax.linear_transpose(lambda a: jnp.broadcast_to(a, gradient.shape), a)(gradient)
+    return summed
 
 
 def _is_floating(a: Any) -> bool:

@@ -4,13 +4,38 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 
 def upcast(a: Array) -> Array:
-    return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    return cast(a, wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
+def cast(a: Array, dtype: DTypeLike) -> Array:
+    """Return `a` in `dtype`. Unlike `astype`, keep a weak type if the dtype stays."""
+    return a if a.dtype == dtype else a.astype(dtype)
+
+
+def cast_like(y: Array, a: Array) -> Array:
+    """Return the result y in the dtype of the argument `a` if that is floating. Otherwise, y keeps its dtype."""
+    return cast(y, a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else y
+
+
+def limit(dtype: DTypeLike, infinity: float) -> float | np.generic:
+    """Return the value of `dtype` that is nearest to `infinity`, inf or -inf."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return infinity
+    if dtype == jnp.bool_:
+        return np.bool_(infinity > 0)
+    return jnp.dtype(dtype).type(jnp.iinfo(dtype).max if infinity > 0 else jnp.iinfo(dtype).min)
+
+
+def weakly_typed(a: Array, dtype: DTypeLike) -> Array:
+    """Return `a` in `dtype`, with a weak type, as if it were computed from Python numbers."""
+    return lax.convert_element_type_p.bind(a, new_dtype=jnp.dtype(dtype), weak_type=True, sharding=None)
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:

@@ -17,20 +17,13 @@ from jaxbp.verify.arguments import (
     takes_implementation,
     without_other_implementations,
 )
-from jaxbp.verify.derivatives import scale_of
 from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
 from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow
 from jaxbp.verify.study import Settings, Study, is_broken
-from jaxbp.verify.tolerance import Tolerance
+from jaxbp.verify.tolerance import TOLERANCES, Tolerance
 
-TOLERANCES: Mapping[str, Tolerance] = {
-    "float16": Tolerance(rtol=1e-2, atol=1e-4, step=1e-3),
-    "bfloat16": Tolerance(rtol=2e-2, atol=1e-3, step=1e-3),
-    "float32": Tolerance(rtol=1e-4, atol=1e-7, step=None),
-    "float64": Tolerance(rtol=1e-7, atol=1e-10, step=1e-7),
-}
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
 
@@ -77,7 +70,8 @@ def check(
     sorted, or a permutation. For an op with other requirements, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
-    An argument of `stop_gradient` counts as a constant.
+    An argument of `stop_gradient` counts as a constant. If the forward reads one triangle of a symmetric argument, its
+    gradient may be spread over both triangles.
 
     Args:
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
@@ -163,14 +157,13 @@ def _rows(
     wide = np.float64 in dtypes
     with jax.default_matmul_precision("highest"), jax.enable_x64(wide or jax.config.jax_enable_x64):
         reference, random = Reference(op, arguments, options, settings.gradient_of), at.generator(settings.seed)
-        notes += [reference.note] if reference.note else []
         own = Point(
             USER_DATA,
             [np.asarray(a, np.float64) for a in arguments.floats],
             [at.normal(random, y.shape, y.dtype) for y in reference.results],
         )
         directions = [
-            [at.normal(random, a.shape, a.dtype) * scale_of(np.asarray(a, np.float64)) for a in arguments.floats]
+            [at.direction(random, np.asarray(a, np.float64), a.dtype) for a in arguments.floats]
             for _ in range(settings.order - 1)
         ]
         study = Study(op, arguments, options, settings, reference, directions)
@@ -192,6 +185,7 @@ def _rows(
             if not is_broken(found) and "dtypes" in settings.added and len(set(dtypes)) == 1:
                 for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
                     yield from study.in_dtype(programs, dtype, (own, large))
+        notes += reference.notes
 
 
 def _dy_factors(results: Sequence[Any]) -> Mapping[str, float]:

@@ -139,6 +139,12 @@ def scale_of(a: np.ndarray) -> float:
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 
+def is_symmetric(a: np.ndarray) -> bool:
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2] or not np.ptp(a):
+        return False
+    return np.allclose(a, np.swapaxes(a, -1, -2), rtol=0, atol=1e-5 * scale_of(a))
+
+
 def flat(arrays: Arrays) -> np.ndarray:
     return np.concatenate([np.ravel(a) for a in arrays])
 

@@ -13,6 +13,8 @@ EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 CONVERGED, DIVERGED = 1e-3, 1.5
+GROWTH = 1.01
+"""The largest growth, per step, of one-sided slopes that converge."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Slopes:
     left: np.ndarray
     noise: np.ndarray
     noise_of_all: np.ndarray
+
+    @property
+    def steepest(self) -> np.ndarray:
+        return np.maximum(np.abs(self.right), np.abs(self.left))
 
 
 class Differences:
@@ -106,14 +112,14 @@ def confirmed(
 
     - A slope confirms an element if they differ by at most `rtol` times the larger one plus rounding errors.
     - A slope contradicts and replaces an element if its one-sided slopes and the previous step agree, but autodiff
-      differs.
+      differs. At a singularity, the one-sided slopes grow as the steps shrink, and contradict nothing.
     - Other elements keep autodiff's number. Elements that are not finite count as confirmed.
 
     `steps` has the largest step per element. `look(indices, steps)` returns `Slopes`. `error()` returns the rounding
     error of the differentiated function.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
-    agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
+    agreed, open_, before, steepest = ~np.isfinite(autodiff), np.isfinite(autodiff), None, None
     for k in range(STEPS):
         which = np.flatnonzero(open_)
         if not which.size:
@@ -131,12 +137,13 @@ def confirmed(
             same = np.abs(slope - last) <= 100 * rtol * size + 4 * noise
             same &= (slopes.high - slopes.low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
             same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * slopes.noise_of_all
+            same &= slopes.steepest <= GROWTH * steepest[which] + 8 * noise
             if same.any():
                 same &= np.abs(slope - g) > 4 * error() / step
             expected[which[same]], contradicted[which[same]] = slope[same], True
             open_[which[same]] = False
-        before = np.full(autodiff.shape, np.nan)
-        before[which] = slope
+        before, steepest = np.full((2, *autodiff.shape), np.nan)
+        before[which], steepest[which] = slope, slopes.steepest
         open_[which[agrees]] = False
     return expected, contradicted, agreed
 

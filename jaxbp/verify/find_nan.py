@@ -15,10 +15,12 @@ import pallas_kernels
 from jaxbp import pairing, reverse_mode
 from jaxbp.pairing import IMPLEMENTATIONS
 from jaxbp.verify.arguments import name_of
-from jaxbp.verify.interpreter import JAX_FOLDER, bind, called, evaluate, scan_sizes
+from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes
+from pallas_kernels.core import launch
+from pallas_kernels.core.source_lines import JAX_FOLDER, RuleLines
 
 _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
-_HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
+_HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__, launch.__file__)
 _SHOWN = 8
 
 
@@ -31,7 +33,7 @@ class NonFinite:
       op, implementation: the enclosing op of jaxbp and its implementation, or "".
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
-      inner_source: the line in jaxbp, or "".
+      inner_source: the line in jaxbp or in its kernels, or "".
       loops: the enclosing loops, outermost first, such as `("scan, iteration 3",)`.
     """
 
@@ -61,7 +63,8 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
     The sum of the floating results is differentiated. Operations run one after another, also inside `jax.jit`, custom
-    rules, loops, and branches, so that they may round differently. A kernel or a `shard_map` is one operation.
+    rules, loops, and branches, so that they may round differently. A kernel, a `shard_map`, or a linear solve is one
+    operation. In a custom rule, such as the backward of a `custom_vjp`, the line is the rule's.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
     and infinite values made from them do not count, but a NaN made from them counts.
@@ -83,20 +86,28 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     leaves = list(map(jnp.asarray, leaves))
     floating = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
-    def value_and_gradients(*leaves):
+    def results_of(leaves):
         def of_floating(*values):
             given = dict(zip(floating, values, strict=True))
             y = function(*structure.unflatten([given.get(i, a) for i, a in enumerate(leaves)]), **options)
             return [a for a in jax.tree.leaves(y) if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
 
-        y, vjp = jax.vjp(of_floating, *(leaves[i] for i in floating))
-        return y, vjp(list(map(jnp.ones_like, y)))
+        return of_floating, [leaves[i] for i in floating]
 
-    program = jax.make_jaxpr(value_and_gradients)(*leaves)
+    def value_and_gradients(leaves, cotangents):
+        of_floating, values = results_of(leaves)
+        y, vjp = jax.vjp(of_floating, *values)
+        return y, vjp(cotangents)
+
+    lines = RuleLines()
+    with lines.recording():
+        of_floating, values = results_of(leaves)
+        cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(of_floating, *values)]
+        program = jax.make_jaxpr(value_and_gradients)(leaves, cotangents)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
     describe = functools.partial(_argument, name_of(function))
     inputs = [_Value(a, None if _finite(a) else describe(name, a)) for name, a in zip(names, leaves, strict=True)]
-    results = _run(program, inputs, _Place())
+    results = _run(program, [*inputs, *map(_Value, cotangents)], _Place(lines))
     return next((a.origin for a in results if not _finite(a.array) and a.origin is not None), None)
 
 
@@ -109,14 +120,15 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
+    lines: RuleLines
     scope: str = ""
     loops: tuple[str, ...] = ()
     sources: tuple[str, str] = ("", "")
 
     def inside(self, equation: Any, loop: str | None = None) -> "_Place":
-        sources = tuple(map(lambda new, old: new or old, _sources(equation), self.sources))
+        sources = tuple(map(lambda new, old: new or old, _sources(self.lines, equation), self.sources))
         scope = f"{self.scope}/{equation.source_info.name_stack}"
-        return _Place(scope, self.loops if loop is None else (*self.loops, loop), sources)
+        return _Place(self.lines, scope, self.loops if loop is None else (*self.loops, loop), sources)
 
 
 def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
@@ -126,7 +138,8 @@ def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
 
 def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     params, name = equation.params, equation.primitive.name
-    if (program := called(equation)) is not None:
+    program = called(equation) or params.get("program")  # of jaxbp's primitives with their own transposes
+    if program is not None:
         return _run(program, inputs, place.inside(equation))
     if name == "cond":
         branch = params["branches"][int(np.clip(inputs[0].array, 0, len(params["branches"]) - 1))]
@@ -134,7 +147,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     arrays = [a.array for a in inputs]
     results = bind(equation, arrays)
     is_constant = all(a.is_constant for a in inputs)
-    if is_constant or all(map(_finite, results)):
+    if all(map(_finite, results)) or (is_constant and not any(_has("NaN", a) for a in results)):
         return [_Value(a, is_constant=is_constant) for a in results]
     # A loop runs again, one iteration at a time.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
@@ -198,9 +211,8 @@ def _op_in(scope: str) -> tuple[str, str]:
     return pairs[0] if pairs else ("", "")
 
 
-def _sources(equation: Any) -> tuple[str, str]:
-    traceback = equation.source_info.traceback
-    frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
+def _sources(lines: RuleLines, equation: Any) -> tuple[str, str]:
+    frames = [f"{file}:{line}" for file, line in lines.frames(equation.source_info.traceback)]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]
     return tuple(next((f for f in shown if f.startswith(_LIBRARY) == inner), "") for inner in (False, True))
 

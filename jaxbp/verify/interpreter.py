@@ -15,6 +15,9 @@ JAX_FOLDER = str(Path(jax.__file__).parent)
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """`rule(equation, inputs) -> results`."""
 
+Trace = Callable[[Callable, tuple], tuple[Any, Any]]
+"""`trace(function, args) -> (program, shapes of the results)`."""
+
 
 def is_program(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
@@ -90,9 +93,13 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
     return None
 
 
-def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
+def traced(function: Callable, args: tuple) -> tuple[Any, Any]:
+    return jax.make_jaxpr(function, return_shape=True)(*args)
+
+
+def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a, trace: Trace = traced) -> Callable:
     def run(*args):
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        program, shapes = trace(function, args)
         results = evaluate(program, [constant(jnp.asarray(a)) for a in jax.tree.leaves(args)], rule, constant)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -113,6 +120,13 @@ def without_custom_rules(function: Callable) -> Callable:
 
 def has(program: Any, names: frozenset[str] | set[str]) -> bool:
     return any(equation.primitive.name in names for equation in equations(program))
+
+
+def stops_by_value(program: Any) -> bool:
+    """Return whether the condition of a `while_loop` reads floating numbers."""
+    loops = [equation.params["cond_jaxpr"] for equation in equations(program) if equation.primitive.name == "while"]
+    read = [variable for condition in loops for inner in condition.jaxpr.eqns for variable in inner.invars]
+    return any(jnp.issubdtype(variable.aval.dtype, jnp.floating) for variable in read)
 
 
 def has_custom_rules(program: Any) -> bool:

@@ -1,6 +1,7 @@
 """Run programs of narrower dtypes in float64, because rounding would hide the small steps of finite differences."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
+from jaxbp.verify.interpreter import Trace, bind, evaluate, is_program, rerun, structured, traced
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
 """Primitives whose code is fixed to the traced dtypes."""
@@ -18,9 +19,28 @@ class CannotLiftError(NotImplementedError):
     """A part of a program cannot run in float64."""
 
 
-def lifted(function: Callable) -> Callable:
-    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result."""
-    return rerun(function, _lift, _wide)
+def lifted(function: Callable, trace: Trace = traced) -> Callable:
+    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result.
+
+    If JAX cannot trace `function` in float64, `trace` traces it in other dtypes.
+    """
+    return rerun(function, _lift, _wide, trace)
+
+
+def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Trace:
+    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode. Other arrays,
+    such as integers, keep their dtypes."""
+    mode = jax.config.jax_enable_x64
+
+    def trace(function, args):
+        leaves, structure = jax.tree.flatten(args)
+        dtypes = itertools.chain(values, cotangents, itertools.cycle(values))
+        narrow = [dtype if _is_float(a) else a.dtype for a, dtype in zip(leaves, dtypes, strict=False)]
+        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(leaves, narrow, strict=True)]
+        with jax.enable_x64(mode):
+            return traced(function, structure.unflatten(shapes))
+
+    return trace
 
 
 def narrowest(*programs: Any) -> np.dtype | None:

@@ -27,6 +27,8 @@ class Difference:
       name: the result or the differentiated argument.
       absolute: the largest difference of an element; infinite if an element is NaN in only one array.
       relative: `‖a - reference‖ / ‖reference‖`.
+      mistakes: the number of elements that rounding does not explain.
+      worst: the element that exceeds the allowed difference most, its number, and the expected number, if any.
     """
 
     kind: str
@@ -34,6 +36,8 @@ class Difference:
     shape: tuple[int, ...]
     absolute: float
     relative: float
+    mistakes: int = 0
+    worst: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxbp.verify.derivatives import Arrays, scale_of
+from jaxbp.verify.derivatives import Arrays, is_symmetric, scale_of
 
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "small", "large", "integers", "dtypes")
 USER_DATA = "own data"
@@ -60,6 +60,12 @@ def generator(seed: int) -> np.random.Generator:
 
 def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return _rounded(random.standard_normal(shape), dtype)
+
+
+def direction(random: np.random.Generator, a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return a random direction of the size of `a`, which is symmetric if `a` is."""
+    moved = normal(random, a.shape, dtype) * scale_of(a)
+    return (moved + np.swapaxes(moved, -1, -2)) / 2 if is_symmetric(a) else moved
 
 
 def points(

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,14 @@ from jaxbp.verify.derivatives import (
     flat,
     float64,
     in_numpy,
+    is_symmetric,
     quickly_compiled,
     scale_of,
     value_and_gradients,
 )
 from jaxbp.verify.differences import EPS, Differences, Slopes, confirmed, decided
-from jaxbp.verify.interpreter import equations, has, has_custom_rules, without_custom_rules
-from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest
+from jaxbp.verify.interpreter import equations, has, has_custom_rules, stops_by_value, without_custom_rules
+from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest, traced_in
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
@@ -52,7 +54,8 @@ class Reference:
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
       constants: numbers in the forward at which it may have kinks.
-      note: a remark if the forward computes in a narrower dtype than its arguments, else None.
+      symmetric: whether each floating argument is symmetric.
+      notes: remarks on how the expected numbers are computed.
     """
 
     def __init__(
@@ -63,25 +66,38 @@ class Reference:
         gradient_of: Callable | None = None,
         **compiling: Any,
     ):
-        self.names, self._shapes = arguments.float_names, arguments.floats
-        self.function, self.results, is_autodiff = plain_forward(op, arguments, options)
+        self.names, self._arguments = arguments.float_names, arguments.floats
+        self.symmetric = [is_symmetric(np.asarray(a, np.float64)) for a in arguments.floats]
+        forward, self.results, is_autodiff, refused = plain_forward(op, arguments, options)
         self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
-        moved = self.function
+        self.function = moved = forward
         if gradient_of is not None:
             moved = arguments.of_floats(functools.partial(gradient_of, **options))
             self._require_results(moved, arguments, name_of(gradient_of))
-            self.function = with_gradient_of(self.function, moved)
-        wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
-        with float64():
-            program = jax.make_jaxpr(moved)(*wide)
-            forward = jax.make_jaxpr(self.function)(*wide) if gradient_of else program
-        _require_pure(moved, wide, program, name_of(op))
-        self.independent = is_autodiff or gradient_of is not None or not has_custom_rules(program)
+            self.function = with_gradient_of(forward, moved)
+        trace = _traced_in_float64 if refused is None else lambda f, *args: jax.make_jaxpr(f)(*args)
+        program, of_forward = trace(moved, *arguments.floats), trace(forward, *arguments.floats)
+        if _signature(program) != _signature(trace(lambda *values: moved(*values), *arguments.floats)):
+            raise TypeError(
+                f"check: {name_of(op)} is not pure: two traces of it differ; wants a function whose result depends "
+                "on its arguments only"
+            )
+        has_rules = has_custom_rules(of_forward)
+        self.independent = is_autodiff or gradient_of is not None or not has_rules
         self.constants = _constants(jax.make_jaxpr(moved)(*arguments.floats))
-        self._eps, self.note, transform = EPS, None, lambda program: program
-        if (dtype := narrowest(program, forward)) is not None and dtype != np.float64:
-            transform = self._lifting(wide, dtype)
-        self._transform, self._stops = transform, has(program, STOP)
+        self._eps, self.notes, self._transform = EPS, [], lambda program: program
+        if not (has_rules or takes_implementation(op)):
+            self.notes.append(f"{name_of(op)} has no custom rule, so the check compares JAX's autodiff")
+        if stops_by_value(program):
+            self._eps = float(jnp.finfo(np.float32).eps)
+            self.notes.append("a condition on numbers stops a while_loop; finite differences take larger steps")
+        programs = [program, of_forward]
+        if not self.independent:
+            with contextlib.suppress(Exception):  # no reverse mode
+                programs.append(trace(value_and_gradients(forward), arguments.floats, self.results))
+        if (dtype := narrowest(*programs)) is not None and dtype != np.float64:
+            self._lift(op, dtype, refused)
+        self._stops, transform = has(program, STOP), self._transform
         compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._compiling = compiling
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
@@ -92,18 +108,26 @@ class Reference:
         self._jumps, self._at_integers = {}, None
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
-    def _lifting(self, wide, dtype):
-        cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
+    def _lift(self, op, dtype, refused):
+        transform = lifted
+        if refused is not None:
+            trace = traced_in([a.dtype for a in self._arguments], [y.dtype for y in self.results])
+            transform = functools.partial(lifted, trace=trace)
         try:
-            with float64():
-                jax.eval_shape(lifted(value_and_gradients(self.function)), wide, cotangents)
+            _traced_in_float64(transform(value_and_gradients(self.function)), self._arguments, self.results)
         except Exception as error:
+            if refused is not None:
+                raise TypeError(
+                    f"check: {name_of(op)} does not take float64, which the reference needs: {refused}"
+                ) from error
             reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
-            self.note = f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
-            return lambda program: program
-        self.note = f"computes in {dtype.name}; the reference runs the same program in float64"
-        return lifted
+            self.notes.append(
+                f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
+            )
+            return
+        self.notes.append(f"computes in {dtype.name}; the reference runs the same program in float64")
+        self._transform = transform
 
     def _require_results(self, surrogate, arguments, name):
         shapes = [y.shape for y in jax.eval_shape(surrogate, *arguments.floats)]
@@ -117,7 +141,7 @@ class Reference:
         return Derivatives(without_custom_rules(self.function), transform=self._transform, **self._compiling)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
-        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
+        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
     def value_and_gradients(self, values: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
@@ -149,7 +173,7 @@ class Reference:
             if indices.size < gradient.size:
                 sampled.append(f"{indices.size:,} of {gradient.size:,}")
             look = functools.partial(self._look, values, cotangents, i)
-            by = functools.partial(self._steps, values[i], step)
+            by = functools.partial(self._steps, i, values[i], step)
             slope, other, agreed = confirmed(
                 gradient.ravel()[indices],
                 by(indices),
@@ -316,8 +340,11 @@ class Reference:
     def _look(self, values, cotangents, argument, indices, steps):
         return self._differences(values, cotangents, argument, indices, steps)
 
-    def _steps(self, a, step, indices):
-        by_scale = np.maximum(scale_of(a), np.abs(np.nan_to_num(a.ravel()[indices], posinf=0, neginf=0))) * self._step
+    def _steps(self, i, a, step, indices):
+        scale = scale_of(a)
+        if self._eps != EPS:  # in added data, all elements may be tiny
+            scale = max(scale, scale_of(np.asarray(self._arguments[i], np.float64)))
+        by_scale = np.maximum(scale, np.abs(np.nan_to_num(a.ravel()[indices], posinf=0, neginf=0))) * self._step
         if step is None:
             return by_scale
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
@@ -356,30 +383,28 @@ class Reference:
         return gradient_at
 
 
-def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the op's first implementation that takes float64, the shapes and dtypes of its results, and whether its
-    name is "autodiff"."""
+def plain_forward(
+    op: Callable, arguments: Arguments, options: Mapping[str, Any]
+) -> tuple[Function, list[Any], bool, Exception | None]:
+    """Return the op's first implementation that takes float64, the shapes and dtypes of its results, whether its name
+    is "autodiff", and JAX's error if it cannot be traced in 64-bit mode."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
-    wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
         function = arguments.of_floats(bind(op, name, options))
         try:
             results = jax.eval_shape(function, *arguments.floats)
         except NotImplementedError:
             continue
+        refused = None
         try:
-            with float64():
-                jax.eval_shape(function, *wide)
+            _traced_in_float64(function, *arguments.floats)
         except NotImplementedError:
             continue
-        except TypeError as error:
-            raise TypeError(
-                f"check: {name_of(op)} does not take float64, which the reference needs: {error}. An array that the "
-                "function closes over keeps its dtype; pass it to check as an argument"
-            ) from error
+        except (TypeError, ValueError) as error:
+            refused = error
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
-        return function, results, name == "autodiff"
+        return function, results, name == "autodiff", refused
     raise TypeError(
         f"check: no implementation of {name_of(op)} takes float64; wants at least one that does, for the reference"
     )
@@ -399,14 +424,10 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
     return function
 
 
-def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
+def _traced_in_float64(function: Callable, *args: Any) -> Any:
+    wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float64), args)
     with float64():
-        again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
-    if _signature(program) != _signature(again):
-        raise TypeError(
-            f"check: {name} is not pure: two traces of it differ; wants a function whose result depends "
-            "on its arguments only"
-        )
+        return jax.make_jaxpr(function)(*wide)
 
 
 def _signature(program):

@@ -10,6 +10,8 @@ from jax import Array
 from jaxbp.verify.interpreter import bind, evaluate, has, is_program, structured
 
 STOP = frozenset({"stop_gradient"})
+SOLVES = frozenset({"custom_linear_solve", "linear_solve"})
+"""Primitives whose factorization is an argument of `stop_gradient`."""
 
 
 class Streams(NamedTuple):
@@ -47,7 +49,7 @@ def _hold(equation, inputs):
     if name in STOP:
         return [Streams(a.base, a.base, a.moved) for a in inputs]
     inner = jax.tree.leaves(list(params.values()), is_leaf=is_program)
-    if any(has(value, STOP) for value in inner if is_program(value)):
+    if any(has(value, STOP | SOLVES) for value in inner if is_program(value)):
         results = structured(equation, inputs, _hold, _constant)
         if results is not None:
             return results

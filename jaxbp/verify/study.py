@@ -193,6 +193,8 @@ class Study:
             try:
                 actual = programs.at(point, e.order, judge.directions)
                 for i, (name, a) in enumerate(zip(names, actual, strict=True)):
+                    if e.order == 1 and a.dtype != (wanted := programs.arguments.floats[i].dtype):
+                        self.reference.notes.append(f"the gradient of {name} is {a.dtype}; wants {wanted}, as {name}")
                     if point.of is None or point.of == i or e.order == 0:
                         verdict = judge.verdict(point, e, i, a, programs)
                         found.append(row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict))

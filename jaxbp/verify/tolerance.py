@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,14 @@ class Tolerance:
     rtol: float
     atol: float
     step: float | None
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float16": Tolerance(rtol=1e-2, atol=1e-4, step=1e-3),
+    "bfloat16": Tolerance(rtol=2e-2, atol=1e-3, step=1e-3),
+    "float32": Tolerance(rtol=1e-4, atol=1e-7, step=None),
+    "float64": Tolerance(rtol=1e-7, atol=1e-10, step=1e-7),
+}
 
 
 def within(a: Any, e: Any, tolerance: Tolerance) -> bool:

@@ -22,7 +22,6 @@ from jax import Array, lax
 # Private in JAX 0.10.2.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
-from jax._src.source_info_util import _source_info_context, new_source_info
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -34,6 +33,7 @@ from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import interpreting, simulating
+from pallas_kernels.core.source_lines import recording_lines
 
 
 def launch(
@@ -137,7 +137,7 @@ def _mosaic(
             refs = [*inputs, *outputs(inputs, others), *rest]
         axes = [*launched, *cluster, "warpgroup"] if warpgroups else [*launched, *cluster]
         indices = {axis: lax.axis_index(axis) for axis in axes}
-        with _recording_lines():
+        with recording_lines():
             body(*structure.unflatten(refs), **(indices if launched is grid else _along_axes(grid, indices)))
 
     kernel_body.__name__ = name
@@ -171,17 +171,6 @@ def _along_axes(grid, indices):
     for axis, size in reversed(grid.items()):
         rest, indices[axis] = quotient(rest, size), remainder(rest, size)
     return indices
-
-
-@contextlib.contextmanager
-def _recording_lines():
-    """Let operations record their line in the kernel's body, not the line that calls `launch`."""
-    outside = _source_info_context.context
-    _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
-    try:
-        yield
-    finally:
-        _source_info_context.context = outside
 
 
 def _interpret(body, *arrays, structure, out, grid, name, scratch):

@@ -20,7 +20,7 @@ def test_there_are_140_functions():
 @pytest.mark.parametrize("function", PORTS, ids=lambda f: f.name)
 def test_a_port_that_computes_in_float32_passes(function):
     result = check_public.check_function(function, seed=0, added=()).raise_if_failed()
-    assert result.notes == ("computes in float32; the reference runs the same program in float64",)
+    assert result.notes[1:] == ("computes in float32; the reference runs the same program in float64",)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.name)

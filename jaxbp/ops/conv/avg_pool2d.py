@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import upcast
+from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.common.windows import PoolOptions, Size, pool_windows, unsupported, with_pool_options
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.ops.conv import _layouts as layouts
@@ -21,7 +21,7 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 def _forward(x, *, windows, counted, shape):
     total = lax.reduce_window(upcast(x), 0.0, lax.add, **windows.arguments())
-    return (total / _counts(windows, counted, total.dtype)).astype(x.dtype)
+    return cast_like(total / _counts(windows, counted, total.dtype), x)
 
 
 def _counts(windows, counted, dtype):
@@ -111,6 +111,7 @@ def avg_pool2d(
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
     op = "avg_pool2d"
+    checks.refuse_booleans(op, "x", x)  # JAX does not sum them in windows
     (x,) = checks.floating(op, x=x)
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")

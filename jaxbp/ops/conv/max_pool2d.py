@@ -10,7 +10,7 @@ from jaxtyping import Float, Integer
 from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import wide
+from jaxbp.common.numerics import limit, wide
 from jaxbp.common.windows import PoolOptions, Size, pool_windows, unsupported, with_pool_options
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
@@ -36,10 +36,11 @@ def _at_place(place, x, windows, fill):
 def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
-    values = [_at_place(place, x, windows, -jnp.inf) for place in places]
+    least = limit(x.dtype, -jnp.inf)
+    values = [_at_place(place, x, windows, least) for place in places]
     # On a mesh with explicit axes, indices that are computed from a value have the value's sharding.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
-    largest = jnp.full_like(values[0], -jnp.inf)
+    largest = jnp.full_like(values[0], least)
     for i, value in enumerate(values):
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
@@ -61,9 +62,10 @@ def _first_inside(windows):
 
 def autodiff(x, *, windows, channels_last=False):
     _, indices = max_and_indices(lax.stop_gradient(x), windows=windows)
+    least = limit(x.dtype, -jnp.inf)
     if windows.dilation == (1, 1):
-        return lax.reduce_window(x, -jnp.inf, lax.max, **windows.arguments()), indices
-    return select(x, indices, windows=windows, fill=-jnp.inf), indices  # JAX has no gradient of dilated windows
+        return lax.reduce_window(x, least, lax.max, **windows.arguments()), indices
+    return select(x, indices, windows=windows, fill=least), indices  # JAX has no gradient of dilated windows
 
 
 def _save(x, *, windows, channels_last):
@@ -242,7 +244,7 @@ def max_pool2d_backward(
 
 
 def pool(op, x, window, implementation, **options):
-    (x,) = checks.floating(op, x=x)
+    (x,) = checks.numeric(op, x=x)
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
     windows, _ = pool_windows(op, x.shape, window, **options)

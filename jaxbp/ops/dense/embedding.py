@@ -168,6 +168,6 @@ def _check(op, indices, table):
         raise TypeError(f"{op}: indices has dtype {indices.dtype}; wants integers, say indices.astype(jnp.int32)")
     if indices.dtype.itemsize < 4:  # the number of rows may not fit
         indices = indices.astype(jnp.int32)
-    (table,) = checks.floating(op, table=table)
+    (table,) = checks.numeric(op, table=table)
     checks.shape(op, "table", table, "num_embeddings", "features")
     return indices, table

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
-from jaxbp.common.numerics import upcast, wide
+from jaxbp.common.numerics import cast_like, upcast, wide
 from jaxbp.ops._defaults import XLA_ON_GPU, fused_pair
 from jaxbp.ops.dense._products import PRODUCT
 from jaxbp.pairing import Implementation, Pair, per_implementation
@@ -67,8 +67,9 @@ def _dot_gradients(dy, a, b, **options):
 
 def _in_float32(function):
     def forward(a, b, *, precision):
-        y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
-        return y.astype(a.dtype)
+        # A `preferred_element_type` would lose a weak type.
+        summed_in = None if checks.is_discrete(a) or a.dtype == wide(a.dtype) else wide(a.dtype)
+        return cast_like(function(a, b, precision=precision, preferred_element_type=summed_in), a)
 
     return forward
 
@@ -171,7 +172,7 @@ def outer(
     a: Float[AnyArray, "*shape_a"], b: Float[AnyArray, "*shape_b"], *, implementation: Implementation = None
 ) -> Float[Array, "size_a size_b"]:
     """Outer product, `yᵢⱼ = aᵢ bⱼ`, of the flattened arrays."""
-    return _OUTER(*checks.floating("outer", a=a, b=b), implementation=implementation)
+    return _OUTER(*checks.numeric("outer", a=a, b=b), implementation=implementation)
 
 
 def outer_backward(
@@ -196,7 +197,7 @@ def transpose(
     There is no kernel, because none is faster than XLA's transpose. `implementation="pallas"` raises
     NotImplementedError.
     """
-    (a,) = checks.floating("transpose", a=a)
+    (a,) = checks.numeric("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
 
 
@@ -218,7 +219,7 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    *dy, a, b = checks.floating(op.name, **arrays)
+    *dy, a, b = (checks.floating if "dy" in arrays else checks.numeric)(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b has shape {b.shape}"
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:

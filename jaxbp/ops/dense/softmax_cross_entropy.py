@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
+from jaxbp.common.gradients import in_dtypes_of, summed_like
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.sharding import batched
@@ -217,7 +217,8 @@ def softmax_cross_entropy(
 
     Args:
       labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
-        Weights are differentiable and need not sum to 1.
+        Weights are differentiable and need not sum to 1. Integers and booleans of the shape of the logits are weights.
+        Logits and floating or boolean weights broadcast, except that the logits have all classes.
       axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
         `axis`.
       where: one boolean per example, or per class and example, False to exclude it. An excluded example has loss and
@@ -253,19 +254,25 @@ def softmax_cross_entropy_backward(
     """Gradient of `softmax_cross_entropy` with respect to the logits:
     `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y_k is the weight of class k after label smoothing. The
     z-loss adds `2 dy z_loss logsumexp(logits) softmax(logits)_k`."""
-    op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
-    classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
+    op = "softmax_cross_entropy_backward"
+    (classes, shape), *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
     checks.shape(op, "dy", dy, *arrays[0].shape[:-1])
     options = _options(op, label_smoothing, z_loss)
     gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation)
     dlogits = gradients[0] if isinstance(gradients, tuple) else gradients
-    return in_dtypes_of(logits, _to_axes(dlogits, classes, shape))
+    return in_dtypes_of(logits, summed_like(jnp.asarray(logits), _to_axes(dlogits, classes, shape)))
 
 
 def _check(op, axis, *, logits, labels, where, **dy):
-    is_class = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
+    checks.require_floating(op, "logits", logits)
+    labels = checks.array(op, "labels", labels)
+    is_class = _is_class(labels) and labels.shape != jnp.shape(logits)
     weights = {} if is_class else {"labels": labels}
     logits, *others = checks.floating(op, logits=logits, **dy, **weights)
+    given = logits.shape
+    if not is_class and labels.shape != given:
+        shape = checks.broadcast(op, logits=logits, labels=labels)
+        logits, others[-1] = jnp.broadcast_to(logits, shape), jnp.broadcast_to(others[-1], shape)
     axes = checks.axes(op, axis, logits.ndim)
     if not axes or math.prod(logits.shape[i] for i in axes) == 0:
         wanted = "(..., classes)" if axes == (logits.ndim - 1,) or not logits.ndim else f"classes along axis {axis}"
@@ -276,24 +283,24 @@ def _check(op, axis, *, logits, labels, where, **dy):
     where = checks.mask(op, where, logits.shape, batch)
     where = where if where is None or where.ndim == logits.ndim else jnp.broadcast_to(where, batch)
     if is_class:
-        labels = jnp.asarray(labels)
-        if labels.shape != batch:
+        if labels.ndim != len(batch) or any(n not in (1, m) for n, m in zip(labels.shape, batch, strict=True)):
             raise ValueError(
                 f"{op}: integer labels have shape {labels.shape}; wants {batch}, one class per "
                 f"example of logits {logits.shape}"
             )
+        labels = labels if labels.shape == batch else jnp.broadcast_to(labels, batch)
     else:
         labels = others.pop()
-        if labels.shape != logits.shape:
-            shapes = f"{labels.shape}; wants {logits.shape}"
-            raise ValueError(f"{op}: floating labels have shape {shapes}, the shape of logits")
+        aligned = (1,) * (logits.ndim - len(given)) + given
+        if any(aligned[i] != logits.shape[i] for i in axes):
+            raise ValueError(f"{op}: logits has shape {given}; wants the classes of {logits.shape}, as the labels")
         labels = _classes_last(labels, axes)
     if where is not None and where.ndim == logits.ndim:
         # A mask with one boolean per example may have axes of size 1 for the classes.
         per_class = any(where.shape[i] > 1 for i in axes)
         where = jnp.broadcast_to(where, [n if per_class or i not in axes else 1 for i, n in enumerate(logits.shape)])
         where = _classes_last(where, axes) if per_class else where.reshape(batch)
-    return axes, _classes_last(logits, axes), labels, where, *others
+    return (axes, logits.shape), _classes_last(logits, axes), labels, where, *others
 
 
 def _classes_last(a, axes):

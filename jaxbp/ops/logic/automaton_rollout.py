@@ -231,14 +231,14 @@ def automaton_rollout_backward(
 def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: Any) -> tuple[Logits, Array]:
     if not isinstance(automaton, Automaton):
         raise TypeError(f"{op}: automaton is a {type(automaton).__name__}; wants a jaxbp.Automaton")
-    (state,) = checks.floating(op, state=state)
+    (state,) = checks.only_floating(op, state=state)
     checks.shape(op, "state", state, "batch", "height", "width", automaton.channels)
     parts = {"perception": automaton.perception, "update": automaton.update}
     if not isinstance(logits, tuple | list) or [len(p) for p in logits] != [len(w) for w in parts.values()]:
         wanted = " and ".join(f"{len(w)} arrays for {name}" for name, w in parts.items())
         raise ValueError(f"{op}: logits is not a pair of lists with one array per layer; wants {wanted}")
     names = [f"logits[{i}][{j}]" for i, part in enumerate(logits) for j in range(len(part))]
-    layers = checks.floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
+    layers = checks.only_floating(op, **dict(zip(names, [*logits[0], *logits[1]], strict=True)))
     wires = [*automaton.perception, *automaton.update]
     for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
         kernels = (automaton.kernels,) if i < len(automaton.perception) else ()

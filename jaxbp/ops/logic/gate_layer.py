@@ -309,8 +309,8 @@ def gate_layer_backward(
 def _check(op, logits, wires, x, parametrization, groups):
     if not isinstance(wires, Wires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
-    (logits,) = checks.floating(op, logits=logits)
-    (x,) = checks.floating(op, x=x)
+    (logits,) = checks.only_floating(op, logits=logits)
+    (x,) = checks.only_floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization)
     if x.ndim == 0 or x.shape[-1] != wires.inputs:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")

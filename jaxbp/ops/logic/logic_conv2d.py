@@ -327,8 +327,8 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
-    (logits,) = checks.floating(op, logits=logits)
-    (x,) = checks.floating(op, x=x)
+    (logits,) = checks.only_floating(op, logits=logits)
+    (x,) = checks.only_floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
     checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
     stride = checks.pair(op, "stride", stride)

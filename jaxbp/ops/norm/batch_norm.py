@@ -135,7 +135,8 @@ def batch_norm(
     Returns:
       (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
       in y's dtype, and differentiable. var is the mean of squared deviations. With `running`, mean and var are the new
-      running averages, `momentum * running + (1 - momentum) * batch`, without gradient.
+      running averages, `momentum * running + (1 - momentum) * batch`, without gradient. An empty batch does not change
+      them.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """
@@ -145,20 +146,25 @@ def batch_norm(
     if running is not None:
         running = [checks.array(op, f"running[{i}]", a) for i, a in enumerate(running)]
         for i, a in enumerate(running):
-            checks.floating(op, **{f"running[{i}]": a})
+            checks.only_floating(op, **{f"running[{i}]": a})
             checks.shape(op, f"running[{i}]", a, len(scale))
     elif use_running_average:
         raise ValueError(f"{op}: running is None; wants (mean, var), because use_running_average is True")
-    if not use_running_average and axis_name is None and not checks.boolean(op, "use_fast_variance", use_fast_variance):
+    is_empty, fast = 0 in x.shape, checks.boolean(op, "use_fast_variance", use_fast_variance)
+    use_running_average |= is_empty and running is not None
+    if not (use_running_average or is_empty or fast) and axis_name is None:
         wide = running is not None
         y, *statistics = _BATCH_NORM(x, scale, bias, **options, wide=wide, implementation=implementation)
     else:
         channel_axis = options["channel_axis"]
-        statistics = running if use_running_average else _statistics(x, channel_axis, axis_name, use_fast_variance)
+        if is_empty and running is None:  # the scale's gradient of 0 elements, times NaN, would be NaN
+            statistics = jnp.zeros((2, len(scale)), x.dtype)
+        else:
+            statistics = running if use_running_average else _statistics(x, channel_axis, axis_name, fast)
         parameters = (_along(a, x, channel_axis) for a in (*statistics, scale, bias))
         y = _WITH_GIVEN(x, *parameters, epsilon=options["epsilon"], implementation=implementation)
     if running is None:
-        return y, *(a.astype(x.dtype) for a in statistics)
+        return y, *(jnp.full_like(a, jnp.nan) if is_empty else a.astype(x.dtype) for a in statistics)
     if not use_running_average:
         pairs = zip(running, statistics, strict=True)
         new = (lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype) for old, new in pairs)
@@ -189,7 +195,10 @@ def batch_norm_backward(
     x, scale, none, options, dy = _check(op, epsilon, channel_axis, x, scale, dy=dy)
     checks.shape(op, "dy", dy, *x.shape)
     dys = dy, jnp.zeros_like(scale), jnp.zeros_like(scale)
-    gradients = _BATCH_NORM.vjp(dys, x, scale, none, **options, wide=False, implementation=implementation)
+    if 0 in x.shape:
+        gradients = x, jnp.zeros_like(scale), jnp.zeros_like(scale)
+    else:
+        gradients = _BATCH_NORM.vjp(dys, x, scale, none, **options, wide=False, implementation=implementation)
     return in_dtypes_of(arguments, gradients)
 
 

@@ -199,7 +199,7 @@ def layer_norm(
     Source: J. Ba et al., "Layer normalization", 2016.
     """
     shape, (x, scale, bias) = _check("layer_norm", axis, eps, x, scale, bias)
-    return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation).reshape(shape)
+    return _LAYER_NORM(x, scale, bias, eps=float(eps), center=True, implementation=implementation).reshape(shape)
 
 
 def layer_norm_backward(
@@ -223,7 +223,7 @@ def layer_norm_backward(
     Source: docs/layer_norm.md.
     """
     shape, (*arrays, dy) = _check("layer_norm_backward", axis, eps, x, scale, dy=dy)
-    dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=eps, center=True, implementation=implementation)
+    dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=float(eps), center=True, implementation=implementation)
     gradients = dx.reshape(shape), *(a.reshape(_row_shape(axis, shape)) for a in parameters)
     scale = x if scale is None else scale
     return in_dtypes_of((x, scale, scale), gradients)
@@ -244,7 +244,7 @@ def rms_norm(
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
     shape, (x, scale, _) = _check("rms_norm", axis, eps, x, scale)
-    return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation).reshape(shape)
+    return _RMS_NORM(x, scale, None, eps=float(eps), center=False, implementation=implementation).reshape(shape)
 
 
 def rms_norm_backward(
@@ -265,7 +265,7 @@ def rms_norm_backward(
     Dtypes are as in `layer_norm_backward`.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
-    dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
+    dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=float(eps), center=False, implementation=implementation)
     gradients = dx.reshape(shape), dscale.reshape(_row_shape(axis, shape))
     return in_dtypes_of((x, x if scale is None else scale), gradients)
 
@@ -299,6 +299,8 @@ def check(op, eps, **arrays):
     for name, a in values.items():
         if name in ("scale", "bias"):
             checks.shape(op, name, a, x.shape[-1])
+    if isinstance(eps, AnyArray):
+        eps = checks.number(op, "eps", eps)
     if not checks.is_number(eps) or not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps is {eps!r}; wants a finite number of at least 0")
     return tuple(values.values())

@@ -244,7 +244,7 @@ def layer_norm_linear(
     checks.shape(op, "w", w, "out", x.shape[-1])
     if b is not None:
         checks.shape(op, "b", b, w.shape[0])
-    options = dict(eps=eps, precision=checks.precision(op, precision), implementation=implementation)
+    options = dict(eps=float(eps), precision=checks.precision(op, precision), implementation=implementation)
     return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
 
 
@@ -281,5 +281,5 @@ def layer_norm_linear_backward(
     checks.shape(op, "w", w, "out", x.shape[-1])
     checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
-    options = dict(eps=eps, precision=checks.precision(op, precision), implementation=implementation)
+    options = dict(eps=float(eps), precision=checks.precision(op, precision), implementation=implementation)
     return in_dtypes_of(arguments, _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options))

@@ -11,7 +11,7 @@ from jax import Array
 from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.gradients import in_dtypes_of
-from jaxbp.common.numerics import upcast
+from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.ops._defaults import XLA_ON_GPU
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, given_arguments
 from jaxbp.sharding import Axes
@@ -41,7 +41,7 @@ class Elementwise(Pair):
         default_vjp: DefaultImplementation = XLA_ON_GPU,
     ):
         def in_dtype(*arrays, **options):
-            return forward(*map(upcast, arrays), **options).astype(arrays[0].dtype)
+            return cast_like(forward(*map(upcast, arrays), **options), arrays[0])
 
         def formula(dy, *arrays, **options):
             values = arrays if keeps_result else barriers.recomputed(*map(upcast, arrays))
@@ -71,9 +71,14 @@ class Elementwise(Pair):
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
-        values = checks.floating(self.name, **arrays)
+        values = checks.numeric(self.name, **arrays)
         checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
-        return self(*values, implementation=implementation, **options)
+        try:
+            return self(*values, implementation=implementation, **options)
+        except TypeError:  # JAX has some functions only for floating dtypes
+            for name, a in zip(arrays, values, strict=True):
+                checks.require_floating(self.name, name, a)
+            raise
 
     def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
         op = self.vjp.name
@@ -115,7 +120,7 @@ class WithNumber:
         if isinstance(value, float):
             return self.static.backward_of(implementation, dy, arrays, **{self.number: value})
         dy, *values = checks.floating(op, dy=dy, **arrays)
-        checks.shape(op, "dy", dy, *values[0].shape)
+        checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
         *gradients, _ = self.of_array.vjp(dy, *values, value, implementation=implementation)
         return _in_dtypes_of(arrays, tuple(gradients) if len(gradients) > 1 else gradients[0])
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxbp.common import checks
-from jaxbp.common.numerics import largest_and_total, mean_and_rest, select, upcast
+from jaxbp.common.numerics import cast_like, largest_and_total, limit, mean_and_rest, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -23,7 +23,7 @@ def _keep_axes(y, shape, axis):
 
 def _reduced(function):
     def forward(a, *, axis, keepdims, shape, **options):
-        return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
+        return cast_like(function(upcast(a), axis=axis, keepdims=keepdims, **options), a)
 
     return forward
 
@@ -74,7 +74,7 @@ MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean")
 
 def _var(a, where, *, axis, keepdims, shape, ddof):
     var = functools.partial(jnp.var, axis=axis, keepdims=keepdims, ddof=ddof, where=where)
-    return var(upcast(select(where, a, 0))).astype(a.dtype)
+    return cast_like(var(upcast(select(where, a, 0))), a)
 
 
 def _var_formula(dy, a, where, *, axis, keepdims, shape, ddof):
@@ -146,6 +146,9 @@ def _places(shape, axis):
 def _extreme(reduction, neutral, exceeds):
 
     def forward(a, where, *, initial, **options):
+        if checks.is_discrete(a):
+            initial = limit(a.dtype, neutral) if initial in (None, neutral) else initial
+            return _reduced(functools.partial(reduction, initial=initial, where=where))(a, **options)
         y = _reduced_where(reduction, neutral)(a, where, **options)
         return y if initial in (None, neutral) else jnp.where(exceeds(initial, y), jnp.asarray(initial, y.dtype), y)
 

@@ -1,6 +1,6 @@
 """Activation functions.
 
-Every function takes floating x of any shape, and returns x's shape and dtype.
+Every function takes x of any shape, and returns x's shape, and x's dtype if it is floating.
 """
 
 import functools
@@ -89,8 +89,8 @@ def _saturating(function):
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
-        y = function(jnp.where(is_saturated, 0.0, x), **options)
-        return jnp.where(is_saturated, jnp.where(x > 0, x, 0.0), y)
+        y = function(jnp.where(is_saturated, 0, x), **options)
+        return jnp.where(is_saturated, jnp.where(x > 0, x, 0), y)
 
     return forward
 
@@ -397,6 +397,7 @@ def log_softmax_backward(
 
 
 def _check(op, axis, where, **arrays):
+    checks.refuse_booleans(op, "x", arrays["x"])  # JAX's softmax does not subtract them
     *dy, x = checks.floating(op, **arrays)
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)

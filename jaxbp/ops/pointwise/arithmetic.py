@@ -1,14 +1,12 @@
 """Arithmetic, with NumPy's broadcasting.
 
-x1 and x2 are floating arrays or numbers, promoted as in `jax.numpy`. A backward returns (dx1, dx2), each summed over
+x1 and x2 are arrays or numbers, promoted as in `jax.numpy`. A backward returns (dx1, dx2), each summed over
 the axes along which its argument is broadcast.
 """
 
 import math
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -25,6 +23,8 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
+    if checks.is_discrete(x1):
+        return jnp.power(x1, x2)
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
     # 0 ** 0 has the derivative 0 with respect to the base.
@@ -133,62 +133,49 @@ _MINIMUM = Elementwise(
 )
 
 
-def _operands(x1, x2):
-    arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
-    if arrays and any(map(_is_number, (x1, x2))):
-        is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
-        dtype = jnp.result_type(x1, x2) if is_floating else None
-        x1, x2 = (jnp.asarray(x, dtype) if _is_number(x) else x for x in (x1, x2))
-    return {"x1": x1, "x2": x2}
-
-
-def _is_number(x):
-    return checks.is_number(x) or (isinstance(x, Array) and jax.typeof(x).weak_type)
-
-
 def add(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Sum, `y = x1 + x2`."""
-    return _ADD.of(implementation, _operands(x1, x2))
+    return _ADD.of(implementation, {"x1": x1, "x2": x2})
 
 
 def add_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `add`: `dx1 = dy`, `dx2 = dy`."""
-    return _ADD.backward_of(implementation, dy, _operands(x1, x2))
+    return _ADD.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def subtract(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Difference, `y = x1 - x2`."""
-    return _SUBTRACT.of(implementation, _operands(x1, x2))
+    return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
 
 
 def subtract_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `subtract`: `dx1 = dy`, `dx2 = -dy`."""
-    return _SUBTRACT.backward_of(implementation, dy, _operands(x1, x2))
+    return _SUBTRACT.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def multiply(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Product, `y = x1 x2`."""
-    return _MULTIPLY.of(implementation, _operands(x1, x2))
+    return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
 
 
 def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `multiply`: `dx1 = dy x2`, `dx2 = dy x1`."""
-    return _MULTIPLY.backward_of(implementation, dy, _operands(x1, x2))
+    return _MULTIPLY.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Quotient, `y = x1 / x2`."""
-    return _DIVIDE.of(implementation, _operands(x1, x2))
+    return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`."""
-    return _DIVIDE.backward_of(implementation, dy, _operands(x1, x2))
+    return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Power, `y = x1 ** x2`. `0 ** 0` is 1."""
-    return _POWER.of(implementation, _operands(x1, x2))
+    return _POWER.of(implementation, {"x1": x1, "x2": x2})
 
 
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
@@ -196,34 +183,35 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
 
     If x1 is 0, dx2 is dy times 0 for x2 > 0, else dy times -inf. For negative x1, dx2 is NaN.
     """
-    return _POWER.backward_of(implementation, dy, _operands(x1, x2))
+    return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Element-wise maximum, `y = max(x1, x2)`."""
-    return _MAXIMUM.of(implementation, _operands(x1, x2))
+    return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0. Where x1 equals
     x2, both are dy / 2."""
-    return _MAXIMUM.backward_of(implementation, dy, _operands(x1, x2))
+    return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Element-wise minimum, `y = min(x1, x2)`."""
-    return _MINIMUM.of(implementation, _operands(x1, x2))
+    return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0. Where x1 equals
     x2, both are dy / 2."""
-    return _MINIMUM.backward_of(implementation, dy, _operands(x1, x2))
+    return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
 
 
 def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Negative, `y = -x`."""
-    (x,) = checks.floating("negative", x=x)
+    checks.refuse_booleans("negative", "x", x)
+    (x,) = checks.numeric("negative", x=x)
     return _NEGATIVE(x, implementation=implementation, shape=x.shape)
 
 

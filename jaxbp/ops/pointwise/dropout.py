@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyFloats, AnyKey, Floats, Number
-from jaxbp.common.numerics import upcast
+from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -29,8 +29,8 @@ def _scale(rate):
 
 def _forward(x, key, rate_array, *, rate, broadcast_dims):
     rate = rate if rate_array is None else rate_array
-    y = (upcast(x) * _scale(rate)).astype(x.dtype)
-    return jnp.where(_keep(key, x.shape, rate, broadcast_dims), y, jnp.zeros((), x.dtype))
+    y = cast_like(upcast(x) * _scale(rate), x)
+    return jnp.where(_keep(key, x.shape, rate, broadcast_dims), y, 0.0)
 
 
 def _gradient(dy, key, rate_array, **options):
@@ -95,7 +95,7 @@ def dropout_backward(
 
 
 def _check(op, name, x, key, rate, broadcast_dims):
-    (x,) = checks.floating(op, **{name: x})
+    (x,) = checks.only_floating(op, **{name: x})
     key = checks.array(op, "key", key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not (typed and key.shape == ()) and not (key.dtype == jnp.uint32 and key.shape == (2,)):

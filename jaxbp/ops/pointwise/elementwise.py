@@ -1,15 +1,16 @@
 """Element-wise functions of one array.
 
-Every function takes floating x of any shape, and returns x's shape and dtype.
+Every function takes x of any shape, and returns x's shape, and x's dtype if it is floating.
 """
 
 import math
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyFloats, Floats
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 
@@ -23,7 +24,9 @@ _SQRT = Elementwise(
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
 # In newer versions of JAX, `jnp.abs` has the slope 1 at 0, not 0.
-_ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
+_ABS = Elementwise(
+    "abs", lambda x: jnp.abs(x) if checks.is_discrete(x) else x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x)
+)
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
 # If the forward were a minimum of a maximum, autodiff would give dy / 2 at a bound.
@@ -32,6 +35,26 @@ _CLIP = Elementwise(
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
     lambda dy, arr, *, min, max: jnp.where((arr < min) | (arr > max), 0.0, dy),
 )
+
+
+def _clipped(arr, *bounds, names):
+    """Return `arr`, clipped to each bound in turn, and where each bound replaces an element."""
+    y, replaced = arr, []
+    for name, bound in zip(names, bounds, strict=True):
+        replaced.append((y < bound if name == "min" else y > bound) | (bound != bound))
+        y = jnp.where(replaced[-1], bound, y)
+    return y, replaced
+
+
+def _clip_gradients(dy, arr, *bounds, names):
+    gradients = []
+    for is_replaced in reversed(_clipped(arr, *bounds, names=names)[1]):
+        gradients.insert(0, jnp.where(is_replaced, dy, 0.0))
+        dy = jnp.where(is_replaced, 0.0, dy)
+    return dy, *gradients
+
+
+_CLIP_TO_ARRAYS = Elementwise("clip", lambda *arrays, names: _clipped(*arrays, names=names)[0], _clip_gradients)
 
 
 def exp(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
@@ -95,25 +118,43 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def clip(
-    arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
+    arr: AnyFloats,
+    min: Float[AnyArray, "*shape1"] | float | None = None,
+    max: Float[AnyArray, "*shape2"] | float | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Floats:
     """Clip to bounds, `y = min(max(arr, lower), upper)`, where the argument `min` is lower, and `max` is upper. None
-    means no bound."""
-    return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
+    means no bound.
+
+    A bound may be a differentiable array, which broadcasts to or with `arr`. y has the promoted dtype of the arrays.
+    """
+    arrays, numbers = _bounds("clip", arr, min, max)
+    if numbers:
+        return _CLIP.of(implementation, arrays, **numbers)
+    return _CLIP_TO_ARRAYS.of(implementation, arrays, names=tuple(arrays)[1:])
 
 
 def clip_backward(
     dy: AnyFloats,
     arr: AnyFloats,
-    min: float | None = None,
-    max: float | None = None,
+    min: Float[AnyArray, "*shape1"] | float | None = None,
+    max: Float[AnyArray, "*shape2"] | float | None = None,
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `clip`: `dy` where arr is between the bounds or equal to a bound, else 0."""
-    return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
+    """Gradient of `clip` with respect to arr: `dy` where arr is between the bounds or equal to a bound, else 0."""
+    arrays, numbers = _bounds("clip_backward", arr, min, max)
+    if numbers:
+        return _CLIP.backward_of(implementation, dy, arrays, **numbers)
+    return _CLIP_TO_ARRAYS.backward_of(implementation, dy, arrays, names=tuple(arrays)[1:])[0]
 
 
-def _bounds(op, low, high):
-    low = -math.inf if low is None else checks.number(op, "min", low)
-    return {"min": low, "max": math.inf if high is None else checks.number(op, "max", high, low)}
+def _bounds(op, arr, low, high):
+    """Return the arrays of a call of `clip`, and its bounds as static numbers, or None if the bounds are arrays."""
+    given = {name: bound for name, bound in (("min", low), ("max", high)) if bound is not None}
+    arr = checks.array(op, "arr", arr)
+    if checks.is_discrete(arr) or any(hasattr(bound, "dtype") for bound in given.values()):
+        return {"arr": arr, **given}, None
+    low = checks.number(op, "min", given.get("min", -math.inf))
+    return {"arr": arr}, {"min": low, "max": checks.number(op, "max", given.get("max", math.inf), low)}

@@ -97,6 +97,7 @@ def gated_linear_unit_backward(
 
 
 def _check(op, gate, up, activation):
+    checks.require_floating(op, "gate", gate)  # in JAX, `silu` and `sigmoid` refuse integers
     gate, up = checks.floating(op, gate=gate, up=up)
     checks.shape(op, "up", up, *gate.shape)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:

@@ -1,4 +1,7 @@
-"""Losses that compare floating predictions with targets of the same shape."""
+"""Losses that compare floating predictions with targets.
+
+Targets may be integers or booleans. Predictions and targets broadcast, except in means over all elements.
+"""
 
 import functools
 import math
@@ -10,7 +13,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
-from jaxbp.common.gradients import in_dtypes_of
+from jaxbp.common.gradients import in_dtypes_of, summed_like
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
@@ -167,16 +170,22 @@ def _loss_backward(op, implementation, dy, **arrays):
 
 
 def _checked(op, **arrays):
+    first, second = (name for name in arrays if name != "dy")
+    checks.require_floating(op, first, arrays[first])
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
-    (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
-    for name, a in others:
-        if a.shape != like.shape:
-            raise ValueError(f"{op}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
-    shape = () if op.startswith("mean_") else like.shape
+    a, b = values[first], values[second]
+    if op.startswith("mean_"):
+        if a.shape != b.shape:
+            raise ValueError(f"{op}: {second} has shape {b.shape}; wants {a.shape}, the shape of {first}")
+        shape = ()
+    else:
+        shape = checks.broadcast(op, **{first: a, second: b})
     if op.startswith("kl_divergence"):
-        if like.ndim == 0:
+        checks.require_floating(op, second, arrays[second])
+        if not shape:
             raise ValueError(f"{op}: {first} has shape (); wants (..., classes)")
-        shape = like.shape[:-1]
+        values |= {first: jnp.broadcast_to(a, shape), second: jnp.broadcast_to(b, shape)}
+        shape = shape[:-1]
     if "dy" in values:
         checks.shape(op, "dy", values["dy"], *shape)
     return values
@@ -267,7 +276,7 @@ def sigmoid_binary_cross_entropy(
     """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element.
 
     Args:
-      labels: y, in [0, 1], possibly integers or booleans.
+      labels: y, in [0, 1].
       pos_weight: w, the weight of positive labels: a number, an array that broadcasts to the logits x, or None for 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
@@ -293,18 +302,15 @@ def sigmoid_binary_cross_entropy_backward(
 
 
 def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
-    (logits,), labels = checks.floating(op, logits=logits), checks.array(op, "labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
-        (labels,) = checks.floating(op, labels=labels)
-    arrays = _checked(op, **dy, logits=logits, labels=labels.astype(logits.dtype))
+    (x,), (y,) = checks.only_floating(op, logits=logits), checks.floating(op, labels=labels)
+    arrays = _checked(op, **dy, logits=x, labels=y.astype(x.dtype))
     if pos_weight is None:
         return tuple(arrays.values())
-    if checks.is_number(pos_weight):
-        pos_weight = jnp.asarray(pos_weight, logits.dtype)
     *arrays, pos_weight = checks.floating(op, **arrays, pos_weight=pos_weight)
-    if checks.broadcast(op, logits=logits, pos_weight=pos_weight) != logits.shape:
+    shape = jnp.broadcast_shapes(*(a.shape for a in arrays[-2:]))
+    if checks.broadcast(op, logits=jax.ShapeDtypeStruct(shape, "float32"), pos_weight=pos_weight) != shape:
         got = f"{op}: pos_weight has shape {pos_weight.shape}"
-        raise ValueError(f"{got}; wants a shape that broadcasts to {logits.shape}, the shape of logits")
+        raise ValueError(f"{got}; wants a shape that broadcasts to {shape}, the shape of logits")
     return *arrays, pos_weight
 
 
@@ -331,4 +337,6 @@ def kl_divergence_backward(
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
     """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, where p are the
     targets, and q the `log_predictions`."""
-    return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)
+    arrays = dict(log_predictions=log_predictions, targets=targets)
+    gradients = _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, **arrays)
+    return tuple(map(summed_like, map(jnp.asarray, arrays.values()), gradients))

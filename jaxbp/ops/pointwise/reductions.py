@@ -1,7 +1,8 @@
 """Reductions over any axes.
 
-Results have the dtype of the reduced array `a`. `axis` is one int, several ints, or None for all axes. The boolean
-array `where` broadcasts to `a`. An element where it is False is excluded, and has the gradient 0, even if it is NaN.
+Results have the dtype of the reduced array `a` if it is floating. `axis` is one int, several ints, or None for all
+axes. The boolean array `where` broadcasts to `a`. An element where it is False is excluded, and has the gradient 0,
+even if it is NaN.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
 from jaxbp.common.gradients import in_dtypes_of
-from jaxbp.common.numerics import select, upcast
+from jaxbp.common.numerics import cast_like, select, upcast
 from jaxbp.ops.pointwise._reductions import LOGSUMEXP, MAX, MEAN, MIN, SUM, VAR, count_of, included_count
 from jaxbp.pairing import Implementation
 
@@ -22,7 +23,7 @@ Reduced = Float[Array, "*reduced"]
 
 
 def _reduce(op, implementation, a, axis, keepdims, where, **options):
-    (a,) = checks.floating(op.name, a=a)
+    (a,) = (checks.floating if op is LOGSUMEXP else checks.numeric)(op.name, a=a)
     axis, where = checks.axes(op.name, axis, a.ndim), checks.mask(op.name, where, a.shape)
     if op in (MAX, MIN, LOGSUMEXP) and count_of(a.shape, axis) == 0:
         raise ValueError(f"{op.name}: a has shape {a.shape}; wants at least one element along axis {axis}")
@@ -32,7 +33,7 @@ def _reduce(op, implementation, a, axis, keepdims, where, **options):
     if where is None:
         return op(a, **options)
     total = SUM.named(op.name)(select(where, upcast(a), 0), **options)
-    return (total / _divisor(op, where, a.shape, axis, keepdims)).astype(a.dtype)
+    return cast_like(total if op is SUM else total / included_count(where, a.shape, axis, keepdims), a)
 
 
 def _backward(op, implementation, dy, a, axis, keepdims, where, **options):
@@ -47,13 +48,9 @@ def _backward(op, implementation, dy, a, axis, keepdims, where, **options):
     elif where is None:
         da = op(dy, **options)
     else:
-        share = upcast(dy) / _divisor(op, where, a.shape, axis, keepdims)
+        share = upcast(dy) / (1 if op is SUM.vjp else included_count(where, a.shape, axis, keepdims))
         da = select(where, SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
     return in_dtypes_of(given, da)
-
-
-def _divisor(op, where, shape, axis, keepdims):
-    return included_count(where, shape, axis, keepdims) if op in (MEAN, MEAN.vjp) else 1
 
 
 def sum(

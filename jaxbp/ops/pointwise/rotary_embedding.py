@@ -1,5 +1,7 @@
 """Rotary embedding."""
 
+import fractions
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -20,10 +22,38 @@ Heads = Float[Array, "*batch head_dim"]
 AnyPositions = Int[AnyArray, "*positions"]
 
 
+_PI = fractions.Fraction(31415926535897932384626433832795028841971, 10**40)
+
+
 def _angles(positions, dtype, frequencies):
-    return positions.astype(dtype)[..., None] * lax.broadcast_to_rank(
-        jnp.asarray(frequencies, dtype), positions.ndim + 1
-    )
+    """Return `positions * frequencies`, reduced exactly to [-π, π] and then rounded.
+
+    The product, divided by 2π, modulo 1, is an integer of 64 bits, in two words of 32 bits. Its factors are the
+    position and the frequency, divided by 2π, with 64 binary digits after the point.
+    """
+    turns = [round(fractions.Fraction(f) / (2 * _PI) * 2**64) % 2**64 for f in frequencies]
+    shape = (1,) * positions.ndim + (len(turns),)
+    high, low = (np.array([word >> shift & _WORD for word in turns], np.uint32).reshape(shape) for shift in (32, 0))
+    size = jnp.abs(positions)[..., None]
+    p = size.astype(jnp.uint32)
+    whole = p * high + _upper_word(p, low)
+    if size.dtype.itemsize > 4:
+        whole += (size >> 32).astype(jnp.uint32) * low
+    whole = lax.bitcast_convert_type(whole, jnp.int32).astype(dtype)
+    angles = (whole * 2.0**-32 + (p * low).astype(dtype) * 2.0**-64) * (2 * math.pi)
+    return jnp.where((positions < 0)[..., None], -angles, angles)
+
+
+_WORD, _HALF_WORD = 2**32 - 1, np.uint32(2**16 - 1)
+
+
+def _upper_word(a, b):
+    """Return the upper 32 bits of the product of two uint32 arrays."""
+    bits = np.uint32(16)
+    a_high, a_low, b_high, b_low = a >> bits, a & _HALF_WORD, b >> bits, b & _HALF_WORD
+    left, right = a_high * b_low, a_low * b_high
+    carry = ((a_low * b_low >> bits) + (left & _HALF_WORD) + (right & _HALF_WORD)) >> bits
+    return a_high * b_high + (left >> bits) + (right >> bits) + carry
 
 
 def _apply_to_pairs(function, x, interleaved):
@@ -106,7 +136,7 @@ def rotary_embedding(
         2 i + 1, as in GPT-J.
 
     Returns:
-      y, in x's dtype. In float32, positions above 2^24 are rounded.
+      y, in x's dtype. Angles are as accurate for large positions as for small ones.
 
     Source: J. Su et al., "RoFormer", arXiv:2104.09864.
     """
@@ -159,4 +189,7 @@ def _frequencies(op, head_dim, base, frequencies):
         raise ValueError(
             f"{op}: frequencies is {frequencies!r}; wants {head_dim // 2} numbers, one per pair of features"
         )
-    return tuple(checks.number(op, "frequencies", frequency) for frequency in frequencies)
+    numbers = tuple(checks.number(op, "frequencies", frequency) for frequency in frequencies)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{op}: frequencies is {frequencies!r}; wants finite numbers")
+    return numbers

@@ -25,9 +25,21 @@ def test_floating_arrays_are_promoted_and_a_bias_may_be_none():
     assert [a.dtype for a in checks.floating("op", x=half, w=half.astype(jnp.float16))] == [jnp.float32] * 2
     number = jnp.asarray(2.0)  # weakly typed
     assert [a.dtype for a in checks.floating("op", x=half, w=number)] == [jnp.bfloat16] * 2
-    message = "op: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)"
-    refuses(TypeError, message, checks.floating, x=whole)
-    refuses(TypeError, "op: x is a NoneType; wants an array", checks.floating, x=None)
+    assert [a.dtype for a in checks.floating("op", x=half, w=whole)] == [jnp.bfloat16] * 2
+    assert [a.dtype for a in checks.floating("op", x=whole, w=whole > 0)] == [jnp.float32] * 2
+    for x in (None, "1", [1.0], 1j):
+        refuses(TypeError, f"op: x is a {type(x).__name__}; wants an array", checks.floating, x=x)
+    message = "op: x has dtype {}; wants a floating dtype, say x.astype(jnp.float32)"
+    refuses(TypeError, message.format("complex64"), checks.floating, x=one * 1j)
+    refuses(TypeError, message.format("int32"), checks.only_floating, x=whole)
+
+
+def test_integers_stay_only_without_a_floating_argument():
+    whole, byte, weak = jnp.ones(2, jnp.int32), jnp.ones(2, jnp.uint8), jnp.full(2, 0.5)
+    assert [a.dtype for a in checks.numeric("op", x=whole, w=byte)] == [jnp.int32] * 2
+    for numbers in ((whole, weak), (3, weak), (3, 0.5)):
+        promoted = checks.numeric("op", x=numbers[0], w=numbers[1])
+        assert [(a.dtype, jax.typeof(a).weak_type) for a in promoted] == [(jnp.float32, True)] * 2
 
 
 def test_a_batch_may_be_empty_and_other_sizes_may_not():
@@ -114,7 +126,11 @@ def test_axes_are_counted_from_the_front_in_order():
 
 
 def test_a_number_lies_within_its_bounds():
-    assert checks.number("op", "rate", 1, 0, 1) == 1.0
+    for value in (1, np.float32(1), np.ones(()), jnp.ones(())):
+        assert type(number := checks.number("op", "rate", value, 0, 1)) is float and number == 1.0
+    refuses(ValueError, "op: rate has shape (2,); wants a Python number", checks.number, "rate", np.ones(2))
+    with pytest.raises(ValueError, match=r"^op: rate is a traced array; wants a Python number$"):
+        jax.jit(lambda rate: checks.number("op", "rate", rate))(1.0)
     for value in (1.5, float("nan"), True, "1"):
         refuses(ValueError, f"op: rate is {value!r}; wants a number in [0, 1]", checks.number, "rate", value, 0, 1)
 

@@ -52,3 +52,15 @@ def test_windows_of_three_axes_are_only_in_flax():
 def test_an_input_without_channels_is_an_error():
     with pytest.raises(ValueError, match=r"^avg_pool: inputs has shape \(4, 5\), .*; wants at least 3 axes"):
         jaxbp.nnx.avg_pool(jnp.ones((4, 5)), (2, 2))
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff", None])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
+def test_pools_of_integer_images_agree_with_flax(dtype, implementation):
+    x = (jnp.arange(32).reshape(1, 4, 4, 2) % 7 - 3 * (dtype == "int32")).astype(dtype)  # Flax's sums of bytes overflow
+    arguments = (3, 3), (2, 2), "SAME"
+    for name in ("max_pool", *(["avg_pool"] if dtype != "bool" else [])):
+        found = getattr(jaxbp.nnx, name)(x, *arguments, implementation=implementation)
+        expected = getattr(nnx, name)(x, *arguments)
+        assert found.dtype == expected.dtype
+        assert_close(found, expected, 1e-6)

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ SHAPES = {
     ),
     "weights of classes": (
         cross_entropy(zeros(2, 3), zeros(2)),
-        "softmax_cross_entropy: floating labels have shape (2,); wants (2, 3), the shape of logits",
+        "softmax_cross_entropy: logits has shape (2, 3) and labels has shape (2,); wants shapes that broadcast",
     ),
     "no class": (
         cross_entropy(zeros(2, 0), zeros(2, dtype="int32")),
@@ -254,17 +255,45 @@ SHAPES = {
 }
 
 DTYPES = {
-    "integer image": (
-        conv2d(zeros(*X.shape, dtype="uint8")),
-        "conv2d: x has dtype uint8; wants a floating dtype, say x.astype(jnp.float32)",
+    "complex image": (
+        conv2d(zeros(*X.shape, dtype="complex64")),
+        "conv2d: x has dtype complex64; wants a floating dtype, say x.astype(jnp.float32)",
     ),
-    "integer image to pool": (
-        max_pool2d(zeros(*X.shape, dtype="int32")),
-        "max_pool2d: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    "complex image to pool": (
+        max_pool2d(zeros(*X.shape, dtype="complex64")),
+        "max_pool2d: x has dtype complex64; wants a floating dtype, say x.astype(jnp.float32)",
     ),
-    "booleans": (
-        lambda: jaxbp.relu(zeros(3, dtype="bool")),
-        "relu: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
+    "boolean image to average": (
+        lambda: jaxbp.avg_pool2d(zeros(*X.shape, dtype="bool"), 2),
+        "avg_pool2d: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "integers to sigmoid": (
+        lambda: jaxbp.sigmoid(zeros(3, dtype="int32")),
+        "sigmoid: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "an integer to silu": (
+        lambda: jax.jit(jaxbp.silu)(2),
+        "silu: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "a difference of booleans": (
+        lambda: jaxbp.subtract(zeros(3, dtype="bool"), True),
+        "subtract: x1 has dtype bool; wants a floating dtype, say x1.astype(jnp.float32)",
+    ),
+    "booleans to softmax": (
+        lambda: jaxbp.softmax(zeros(3, dtype="bool")),
+        "softmax: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "integers to dropout": (
+        lambda: jaxbp.dropout(zeros(3, dtype="int32"), zeros(2, dtype="uint32"), 0.5),
+        "dropout: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "integer predictions": (
+        lambda: jaxbp.huber(zeros(3, dtype="int32"), zeros(3)),
+        "huber: predictions has dtype int32; wants a floating dtype, say predictions.astype(jnp.float32)",
+    ),
+    "integer logits": (
+        cross_entropy(zeros(2, 3, dtype="int32"), zeros(2, 3)),
+        "softmax_cross_entropy: logits has dtype int32; wants a floating dtype, say logits.astype(jnp.float32)",
     ),
     "float indices": (
         max_pool2d_backward(indices=POOL_DY),
@@ -278,7 +307,6 @@ DTYPES = {
         lambda: jaxbp.sum(zeros(3), where=zeros(3)),
         "sum: where has dtype float32; wants bool, for example `where != 0`",
     ),
-    "two numbers": (lambda: jaxbp.add(1.0, 2), "add: x1 is a float; wants an array"),
     "an unknown option of a pool": (
         max_pool2d(strides=2),
         "max_pool2d: has no argument strides; wants only options among stride, padding, dilation, ceil_mode, "
@@ -290,7 +318,8 @@ DTYPES = {
         max_pool2d_backward(indices=[0]),
         "max_pool2d_backward: indices is a list; wants an array of integers",
     ),
-    "a number": (lambda: jaxbp.relu(1.0), "relu: x is a float; wants an array"),
+    "a string": (lambda: jaxbp.relu("1"), "relu: x is a str; wants an array"),
+    "a complex number": (lambda: jaxbp.add(zeros(3), 1j), "add: x2 is a complex; wants an array"),
     "no images": (conv2d(None), "conv2d: x is a NoneType; wants an array"),
     "no filters": (conv2d(w=None), "conv2d: w is a NoneType; wants an array"),
 }
@@ -372,6 +401,19 @@ OPTIONS = {
     ),
     "ddof": (lambda: jaxbp.var(zeros(3), ddof=0.5), "var: ddof is 0.5; wants an int"),
     "bounds": (lambda: jaxbp.clip(zeros(3), 1, 0), "clip: max is 0; wants a number in [1.0, inf]"),
+    "a bound in a list": (lambda: jaxbp.clip(zeros(3), [0]), "clip: min is [0]; wants a number in [-inf, inf]"),
+    "a traced label_smoothing": (
+        lambda: jax.jit(lambda s: jaxbp.softmax_cross_entropy(zeros(2, 3), zeros(2, 3), label_smoothing=s))(0.1),
+        "softmax_cross_entropy: label_smoothing is a traced array; wants a Python number",
+    ),
+    "several values of epsilon": (
+        lambda: jaxbp.group_norm(zeros(2, 3), num_groups=3, epsilon=zeros(3)),
+        "group_norm: epsilon has shape (3,); wants a Python number",
+    ),
+    "infinite frequencies": (
+        lambda: jaxbp.rotary_embedding(zeros(2), zeros(dtype="int32"), frequencies=[float("inf")]),
+        "rotary_embedding: frequencies is [inf]; wants finite numbers",
+    ),
     "rate": (
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 1.5),
         "dropout: rate is 1.5; wants a number in [0.0, 1.0]",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -527,6 +528,87 @@ def test_batch_norm_over_devices_has_the_statistics_of_all_examples(fast):
         return results, jax.grad(lambda *arrays: jnp.sum(jnp.sin(function(*arrays)[0])), (0, 1, 2))(*arrays)
 
     assert_close(both(sharded, *arrays), both(whole, *arrays), 1e-4 if fast else "float32")
+
+
+UNARY = ["relu", "leaky_relu", "elu", "gelu", "silu", "mish", "sigmoid", "softplus", "tanh", "softmax", "log_softmax"]
+UNARY += ["exp", "log", "sqrt", "abs", "sin", "cos", "clip", "negative", "transpose"]
+UNARY += ["sum", "mean", "var", "max", "min", "logsumexp"]
+BINARY = ["add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "matmul", "dot", "outer"]
+OPTAX = {
+    "huber": optax.huber_loss,
+    "sigmoid_binary_cross_entropy": optax.sigmoid_binary_cross_entropy,
+    "kl_divergence": optax.kl_divergence,
+    "softmax_cross_entropy": optax.softmax_cross_entropy,
+}
+WEAK, STRONG, HALF = jnp.full((3, 3), 0.5), jnp.arange(1.0, 10.0).reshape(3, 3) / 8, jnp.ones((3, 3), jnp.bfloat16)
+INTEGERS, BYTES, BITS = jnp.arange(1, 10).reshape(3, 3), jnp.ones((3, 3), jnp.uint8), jnp.eye(3, dtype=bool)
+ARRAYS = [WEAK, HALF, INTEGERS, BYTES, BITS]
+NUMBERS_OF_PYTHON_AND_NUMPY = [2.0, 2, True, np.float32(2), np.int32(2)]
+
+
+def _op_and_twin(name):
+    return getattr(jaxbp, name), OPTAX.get(name) or getattr(jax.nn, name, None) or getattr(jnp, name)
+
+
+def _compare_with_twin(name, *arguments):
+    op, twin = _op_and_twin(name)
+    try:
+        expected = twin(*arguments)
+    except (TypeError, ValueError):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            op(*arguments)
+    else:
+        found = op(*arguments)
+        kinds, twins_kinds = ((y.shape, y.dtype, y.weak_type) for y in (found, expected))
+        assert kinds == twins_kinds, arguments
+        tolerance = 1e-2 if expected.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(np.asarray(found, float), np.asarray(expected, float), tolerance, tolerance)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_numbers_integers_and_weak_types_give_what_the_twin_gives(name):
+    for x in [*NUMBERS_OF_PYTHON_AND_NUMPY, *ARRAYS]:
+        _compare_with_twin(name, x)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_two_dtypes_give_what_the_twin_gives(name):
+    for x1, x2 in itertools.combinations_with_replacement(ARRAYS, 2):
+        _compare_with_twin(name, *((x2, x1) if name == "power" else (x1, x2)))  # JAX multiplies for integer exponents
+    if name not in ("matmul", "dot"):
+        for x1 in (HALF, INTEGERS):
+            for number in NUMBERS_OF_PYTHON_AND_NUMPY:
+                _compare_with_twin(name, x1, number)
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_labels_of_other_dtypes_and_shapes_give_what_the_twin_gives(name):
+    for labels in [*ARRAYS, STRONG[0], STRONG[:, :1], BITS[:1], 0.5, np.float32(0.5)]:
+        _compare_with_twin(name, STRONG, labels)
+    _compare_with_twin(name, BITS, STRONG)
+    for labels in (STRONG[0], STRONG[:, :1]):
+        found, expected = (jax.grad(lambda *a, f=f: jnp.sum(f(*a)), (0, 1))(STRONG, labels) for f in _op_and_twin(name))
+        assert_close(found, expected, "float32")
+
+
+@ours
+def test_gradients_of_weakly_typed_arguments_are_weakly_typed(implementation):
+    for name in [*UNARY, *BINARY]:
+        if (name, implementation) == ("transpose", "pallas"):
+            continue  # there is no kernel
+        op = functools.partial(_op_and_twin(name)[0], implementation=implementation)
+        arrays = (WEAK,) * (2 if name in BINARY else 1)
+        results = jax.eval_shape(lambda *a, op=op: jax.vjp(op, *a)[1](jnp.zeros_like(op(*a))), *arrays)
+        assert all(gradient.weak_type for gradient in results), name
+
+
+@every_implementation
+@pytest.mark.parametrize("name", ["relu", "silu", "sin", "add"])
+def test_a_weakly_typed_result_does_not_change_half_precision(name, implementation):
+    op = functools.partial(getattr(jaxbp, name), implementation=implementation)
+    arrays = (WEAK,) * (2 if name == "add" else 1)
+    for compile in (lambda f: f, jax.jit):
+        assert (compile(op)(*arrays) * HALF).dtype == jnp.bfloat16
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "twins.md"

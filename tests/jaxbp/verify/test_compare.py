@@ -145,14 +145,17 @@ def test_the_verdict_says_how_fast_and_how_far_off():
     gradients = dataclasses.replace(comparison.measured[0].gradients, microseconds=10.0, host_waited=1.0, fastest=None)
 
     def verdict(ratio, relative):
-        difference = Difference("gradient", "x", (6,), relative, relative)
+        wrong = dict(mistakes=2, worst="x[3] is 1.5; wants 1") if relative > 0.1 else {}
+        difference = Difference("gradient", "x", (6,), relative, relative, **wrong)
         slower = dataclasses.replace(gradients, microseconds=10.0 * ratio)
         other = Measured("xla", (difference,), slower)
         return dataclasses.replace(comparison, measured=(Measured("autodiff", (), gradients), other)).verdict[0]
 
     assert verdict(1 / 48, 3e-7) == "xla 48x faster; differences at most 3e-07: rounding"
     assert verdict(2.5, 0) == "xla 2.5x slower; no difference"
-    assert verdict(1.01, 0.5) == "xla as fast; differs by 5e-01 in gradient x: more than rounding"
+    assert (
+        verdict(1.01, 0.5) == "xla as fast; more than rounding in 2 of 6 elements of gradient x: x[3] is 1.5; wants 1"
+    )
     assert comparison.verdict[1] == "sine has no kernel"
 
 
@@ -196,3 +199,47 @@ def test_a_comparison_is_a_page_of_its_own(tmp_path):
 def test_a_comparison_is_made_again_from_its_plain_values():
     comparison = quickly(WRONG, X, implementations=["xla", "pallas"])
     assert Comparison.of(json.loads(json.dumps(dataclasses.asdict(comparison)))) == comparison
+
+
+def _sums(wrong):
+    """Sum rows of x, times w, by a backward with the mistake `wrong(dx, dw)`."""
+    forward = lambda x, w: (x * w).sum(axis=0)  # noqa: E731
+    right = lambda dy, x, w: (dy * w * jnp.ones_like(x), (dy * x).sum(axis=0))  # noqa: E731
+    return Pair(forward, {"xla": lambda dy, x, w: wrong(*right(dy, x, w))}, name="sums")
+
+
+MISTAKES = {
+    "a lost row": (_sums(lambda dx, dw: (dx.at[700].set(0), dw)), (1024, 4), jnp.bfloat16),
+    "4% too large": (_sums(lambda dx, dw: (dx, (1.04 * dw).astype(dw.dtype))), (8, 16), jnp.bfloat16),
+    "one element": (_sums(lambda dx, dw: (dx.at[5, 7].multiply(1.03), dw)), (1000, 100), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_more_than_rounding(name):
+    pair, shape, dtype = MISTAKES[name]
+    data = [np.random.default_rng(0).standard_normal(s).astype(dtype) for s in (shape, shape[1:])]
+    (verdict,) = quickly(pair, *data, implementations=["xla"], second_order=False).verdict
+    assert "more than rounding in" in verdict
+    if name == "one element":
+        assert "in 1 of 100,000 elements of gradient x: x[5, 7] is " in verdict
+    right = quickly(_sums(lambda *gradients: gradients), *data, implementations=["xla"], second_order=False)
+    assert "more than rounding" not in right.verdict[0]
+
+
+def test_another_choice_at_ties_is_no_mistake():
+    x = np.round(2 * np.random.default_rng(0).standard_normal((8, 16))).astype(jnp.bfloat16)
+    ties = quickly(jaxbp.max, x, axis=1, implementations=["xla"], second_order=False)
+    assert ties.measured[1].largest("gradient").absolute > 0.1 and "more than rounding" not in ties.verdict[0]
+
+
+def test_a_reference_with_larger_rounding_errors_is_no_mistake_of_the_others():
+    def one_by_one(x):
+        return jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros_like(x[0]), x)[0]
+
+    exact = lambda x: (x.astype(jnp.float32).sum(axis=0).astype(x.dtype), (x,))  # noqa: E731
+    backward = lambda dy, x: jnp.broadcast_to(dy, x.shape)  # noqa: E731
+    pair = Pair(one_by_one, {"xla": backward}, save=exact, name="sum")
+    x = np.random.default_rng(0).uniform(1, 2, (400, 3)).astype(jnp.bfloat16)
+    result = quickly(pair, x, implementations=["xla"], second_order=False)
+    assert result.measured[1].largest("value").relative > 0.1 and "more than rounding" not in result.verdict[0]

@@ -91,19 +91,97 @@ def test_it_names_an_op_of_jaxbp_and_its_implementation(implementation):
     found = find_nan(lambda x: jaxbp.sqrt(x, implementation=implementation), X)
     assert found.op == "sqrt"
     assert found.implementation == (implementation or "xla")
-    assert found.source.startswith(HERE) and "jaxbp/ops/pointwise/" in found.inner_source
+    assert found.source.startswith(HERE) and "/pointwise/" in found.inner_source
     assert f"in sqrt, implementation={found.implementation!r}" in str(found)
 
 
-def test_it_enters_the_backward_of_a_custom_vjp():
+def twice(x):
+    return 2 * x
+
+
+@jax.custom_vjp
+def with_backward(x):
+    return twice(x)
+
+
+def quotient(x, dy):
+    return (dy / x,)
+
+
+@jax.custom_vjp
+def with_forward(x):
+    return twice(x)
+
+
+def saved_logarithm(x):
+    return twice(x), jnp.log(x)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return twice(x)
+
+
+@with_jvp.defjvp
+def tangent(primals, tangents):
+    return twice(*primals), tangents[0] / primals[0]
+
+
+def quotient_of_pair(dy, x):
+    return dy / x
+
+
+with_backward.defvjp(lambda x: (twice(x), x), quotient)
+with_forward.defvjp(saved_logarithm, lambda log, dy: (dy * log,))
+PAIR = jaxbp.Pair(twice, {"xla": quotient_of_pair}, name="pair")
+# name -> (function, operation, the rule that contains it)
+RULES = {
+    "backward": (with_backward, "div", quotient),
+    "forward": (with_forward, "log", saved_logarithm),
+    "jvp": (with_jvp, "div", tangent),
+    "pair": (PAIR, "div", quotient_of_pair),
+    "pair, xla": (lambda x: PAIR(x, implementation="xla"), "div", quotient_of_pair),
+}
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": lambda f: jax.jit(lambda x: f(x).sum()),
+    "scan of checkpoint": lambda f: lambda x: jax.lax.scan(jax.checkpoint(lambda c, _: (f(c), None)), x, None, 2)[0],
+    "cond in vmap": lambda f: jax.vmap(lambda x: jax.lax.cond(x > -1, f, lambda x: x, x)),
+    "a training step": lambda f: jax.jit(jax.value_and_grad(lambda x: f(x).sum())),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+@pytest.mark.parametrize("name", RULES)
+def test_it_names_the_line_in_a_custom_rule(name, how):
+    function, operation, rule = RULES[name]
+    found = find_nan(AROUND[how](function), X)
+    assert found.operation == operation
+    lines, first = inspect.getsourcelines(rule)
+    assert found.source == f"{HERE}:{first + len(lines) - 1}"
+
+
+def test_it_names_the_line_in_a_rule_that_jax_has_traced_before():
+    step = jax.jit(jax.grad(lambda x: with_backward(x).sum()))
+    assert not np.isfinite(step(X)).all()
+    assert find_nan(step, X).source == f"{HERE}:{line_of(quotient) + 1}"
+
+
+def test_a_backward_may_divide_by_a_constant_zero():
     @jax.custom_vjp
     def op(x):
-        return x
+        return twice(x)
 
-    op.defvjp(lambda x: (x, x), lambda x, dy: (dy / x,))
-    found = find_nan(jax.jit(op), X)
+    op.defvjp(lambda x: (twice(x), None), lambda _, dy: (dy / 0.0,))
+    found = find_nan(op, X)
     assert (found.operation, found.cotangent) == ("div", True)
-    np.testing.assert_array_equal(found.inputs[1], X)
+    assert find_nan(lambda x: x * jnp.log(jnp.float32(-1.0)), X).operation == "log"
+
+
+def test_it_enters_an_op_of_jaxbp_within_a_backward():
+    pair = jaxbp.Pair(twice, {"xla": lambda dy, x: jaxbp.divide(dy, x)}, name="pair")
+    found = find_nan(pair, X)
+    assert (found.operation, found.op, found.cotangent) == ("div", "pair", True)
 
 
 def test_an_argument_that_is_not_finite_is_named():

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxbp
 from experiments.check import CheckConfig, check_entry
@@ -191,6 +192,64 @@ def test_a_rule_that_is_autodiff_passes(name):
     op = jax.custom_vjp(lambda *args: function(*args))
     op.defvjp(lambda *args: (function(*args), args), lambda args, dy: jax.vjp(function, *args)[1](dy))
     check(op, *args, order=1).raise_if_failed()
+
+
+def with_rule(forward, backward):
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda *args: (function(*args), (*args, function(*args))), backward)
+    return function
+
+
+def factored_solve(a, b):
+    """Solve as `jnp.linalg.solve` does: factor a constant matrix outside of a jit that contains the solve."""
+    inverse = lax.stop_gradient(jnp.linalg.inv(a))
+    solve = lambda matvec, b: inverse @ b  # noqa: E731
+    return jax.jit(lambda a, b: lax.custom_linear_solve(lambda x: a @ x, b, solve, lambda _, b: inverse.T @ b))(a, b)
+
+
+def square_in_a_loop(x):
+    return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] * x), (0, jnp.ones_like(x)))[1]
+
+
+def fixed_point(a):
+    """Solve y = sin(y) / 3 + a up to 1e-7."""
+    moves = lambda s: (jnp.abs(s[0] - s[1]) > 1e-7).any() & (s[2] < 99)  # noqa: E731
+    return lax.while_loop(moves, lambda s: (s[1], jnp.sin(s[1]) / 3 + a, s[2] + 1), (a + 1, a, 0))[1]
+
+
+def narrow(dy, x):
+    return (3 * dy.astype(jnp.float32) * x.astype(jnp.float32) ** 2).astype(dy.dtype)
+
+
+MATRIX, VECTOR = np.float32([[2.0, 0.3, -0.5], [0.1, -1.5, 0.4], [0.7, 0.2, 1.8]]), np.float32([0.5, -1.0, 2.0])
+SYMMETRIC = np.float32([[2.0, 0.3, -0.5], [0.3, 1.5, 0.4], [-0.5, 0.4, 1.8]])
+RIGHT = {
+    "a solve with a factor": (factored_solve, MATRIX, VECTOR),
+    "a jit inside of inv": (jnp.linalg.inv, MATRIX),
+    "a slope of 1e38": (
+        with_rule(lambda x: jnp.log(jnp.abs(x)), lambda r, dy: (dy / r[0],)), np.float32([1.5e-38, 1.2, 3.0]),
+    ),
+    "a slope of 1e19": (jnp.cbrt, np.float32([1e-30, 1.0, -2.0])),
+    "a loop without reverse mode, and rounding": (
+        with_rule(square_in_a_loop, lambda r, dy: (2 * dy * ((r[0] + 1e4) - 1e4),)), VECTOR / 3,
+    ),
+    "a loop that stops at a tolerance": (
+        with_rule(fixed_point, lambda r, dy: (dy / (1 - jnp.cos(r[1]) / 3),)), VECTOR,
+    ),
+    "a backward in float32": (with_rule(lambda x: x**3, lambda r, dy: (narrow(dy, r[0]),)), -VECTOR),
+    "indices of two integer dtypes in 64-bit mode": (
+        lambda x, i: lax.dynamic_slice(jnp.sin(x), (i, 0), (2, 1)), MATRIX, np.int32(1),
+    ),
+    "a constant in float32": (lambda x: lax.mul(x, np.ones(3, np.float32)), VECTOR),
+    "one triangle": (lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos"), SYMMETRIC, VECTOR),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_function_passes(name):
+    function, *args = RIGHT[name]
+    added = ("zeros",) if name == "a loop that stops at a tolerance" else ()
+    check(function, *args, added=added).raise_if_failed()
 
 
 def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxbp.verify.arguments import take_apart
 from jaxbp.verify.reference import Reference
@@ -41,6 +42,20 @@ def test_differences_that_agree_with_each_other_contradict_a_wrong_rule():
     _, gradients = first_orders(wrong_sine, x)
     assert gradients.contradicted[0].all()
     np.testing.assert_allclose(gradients.arrays[0], C * np.cos(x), rtol=1e-7)
+
+
+@pytest.mark.parametrize("forward", [jnp.square, jnp.abs])
+def test_a_wrong_rule_is_contradicted_where_the_slope_is_0_and_at_a_kink(forward):
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (forward(x), x), lambda x, dy: (dy * (1000 + 2 * x),))
+    _, gradients = first_orders(function, np.array([0.0, 1.0]))
+    assert gradients.contradicted[0].all()
+
+
+@pytest.mark.parametrize("function", [lambda x: jnp.log(jnp.abs(x)), jnp.cbrt])
+def test_slopes_that_grow_at_a_singularity_contradict_nothing(function):
+    _, gradients = first_orders(function, np.array([1e-30, 1.0]))
+    assert not gradients.contradicted[0].any()
 
 
 def test_steps_are_those_that_a_large_number_takes():

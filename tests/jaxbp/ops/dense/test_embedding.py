@@ -119,7 +119,7 @@ REFUSED = {
     "indices": (TypeError, lambda: embedding(DY, TABLE), "embedding: indices has dtype float32; wants integers"),
     "booleans": (TypeError, lambda: embedding(DY > 0, TABLE), "embedding: indices has dtype bool; wants integers"),
     "a list": (TypeError, lambda: embedding([0], TABLE), "embedding: indices is a list; wants an array"),
-    "integers as table": (TypeError, lambda: embedding(INDICES, INDICES), "embedding: table has dtype int32; wants"),
+    "complex table": (TypeError, lambda: embedding(INDICES, TABLE * 1j), "embedding: table has dtype complex64; wants"),
     "a vector as table": (
         ValueError,
         lambda: embedding(INDICES, TABLE[0]),

@@ -56,3 +56,21 @@ def test_the_statistics_have_gradients():
     x, scale, bias = normal((8, 3), (3,), (3,))
     found = jax.grad(lambda x: jnp.sum(jnp.stack(batch_norm(x, scale, bias, implementation="xla")[1:])))(x)
     assert_close(found, (1 + 2 * (x - jnp.mean(x, 0))) / 8, "float32")
+
+
+@every_implementation
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_empty_batch_changes_neither_running_averages_nor_parameters(fast, implementation):
+    running = jnp.arange(3.0), jnp.arange(1.0, 4.0)
+    options = dict(use_fast_variance=fast, implementation=implementation)
+    for x in (jnp.zeros((0, 3)), jnp.zeros((2, 3, 0))):
+        for given in (running, None):
+            run = lambda x, *a, given=given: batch_norm(x, *a, given, **options)  # noqa: E731
+            (y, *averages), vjp = jax.vjp(run, x, jnp.ones(3), jnp.ones(3))
+            assert y.shape == x.shape
+            np.testing.assert_array_equal(averages, np.full((2, 3), np.nan) if given is None else running)
+            _, dscale, dbias = vjp((y, *map(jnp.zeros_like, averages)))
+            np.testing.assert_array_equal((dscale, dbias), np.zeros((2, 3)))
+        dx, dscale, dbias = batch_norm_backward(x, x, jnp.ones(3), implementation=implementation)
+        assert dx.shape == x.shape
+        np.testing.assert_array_equal((dscale, dbias), np.zeros((2, 3)))

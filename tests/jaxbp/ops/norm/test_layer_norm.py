@@ -216,3 +216,14 @@ def test_the_streamed_kernels_without_sums_and_statistics_are_right_in_the_simul
     assert not np.any([np.any(a) for a in (*skipped, *sums)])
     assert_close(y, layer_norm(x, scale, bias, implementation="xla"), "float32")
     assert_close(dx, layer_norm_backward(dy, x, scale, implementation="xla")[0], "float32")
+
+
+@every_op
+def test_eps_may_be_a_numpy_scalar_or_a_concrete_array_but_not_a_traced_one(op, shapes):
+    arrays = normal(*shapes)
+    for eps in (np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5)):
+        np.testing.assert_array_equal(op(*arrays, eps=eps), op(*arrays, eps=0.5))
+    with pytest.raises(ValueError, match=f"^{op.__name__}: eps is a traced array; wants a Python number$"):
+        jax.jit(lambda eps: op(*arrays, eps=eps))(0.5)
+    with pytest.raises(ValueError, match=rf"^{op.__name__}: eps has shape \(1,\); wants a Python number$"):
+        op(*arrays, eps=np.ones(1))

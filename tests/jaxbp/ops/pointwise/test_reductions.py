@@ -86,3 +86,16 @@ def test_the_gradient_of_a_variance_of_too_few_is_nan_whatever_dy_is(implementat
     da, vjp = jax.vjp(lambda dy: backward(dy, a), dy)
     assert jnp.isnan(da).all()
     np.testing.assert_array_equal(vjp(dy)[0], jnp.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+@pytest.mark.parametrize("name", ["max", "min", "sum", "mean", "var"])
+def test_integers_are_reduced_as_by_jnp(name, dtype):
+    a, where = jnp.array([[3, 0, 7], [1, 5, 4]]).astype(dtype), jnp.array([[False, True, False]] * 2)
+    limits = dict(initial=1) if name in ("max", "min") else {}
+    for options in ({}, dict(where=where, **limits), limits):
+        found, expected = (getattr(module, name)(a, axis=1, **options) for module in (jaxbp, jnp))
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    if limits:  # unlike `jnp`, no `initial` is needed
+        np.testing.assert_array_equal(getattr(jaxbp, name)(a, axis=1, where=where), a[:, 1])

@@ -1,3 +1,4 @@
+import fractions
 import functools
 
 import jax
@@ -178,3 +179,39 @@ def test_bad_input_is_refused(case):
     error, call, message = REFUSED[case]
     with pytest.raises(error, match=f"^{message}"):
         call()
+
+
+def _exact_angle(position, frequency):
+    turns = fractions.Fraction(position) * fractions.Fraction(frequency) / TWO_PI
+    return float((turns - round(turns)) * TWO_PI)
+
+
+TWO_PI = 2 * fractions.Fraction("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899863")
+FAR = [0, 1, 700, 131_072, 2**20 - 1, 2**24, 2**24 + 1, 2**31 - 1, -131_073, -(2**31)]
+
+
+@every_implementation
+@pytest.mark.parametrize("base", [1.0, 10_000.0, 1e9])
+def test_far_positions_are_rotated_as_accurately_as_near_ones(base, implementation):
+    frequencies = [base ** (-i / 16) for i in range(16)]
+    angles = np.array([[_exact_angle(p, f) for f in frequencies] for p in FAR])
+    z = np.ones_like(angles) + 2j
+    x = jnp.asarray(np.concatenate([z.real, z.imag], -1), jnp.float32)
+    op = functools.partial(rotary_embedding, positions=jnp.array(FAR), base=base, implementation=implementation)
+    y, vjp = jax.vjp(op, x)
+    for found, turned in ((y, z * np.exp(1j * angles)), (vjp(x)[0], z * np.exp(-1j * angles))):
+        np.testing.assert_allclose(found[:, :16] + 1j * found[:, 16:], turned, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_positions_of_every_integer_dtype(dtype):
+    x, positions = jnp.ones((2, 4)), jnp.array([3, 100])
+    np.testing.assert_array_equal(rotary_embedding(x, positions.astype(dtype)), rotary_embedding(x, positions))
+
+
+def test_in_float64_positions_beyond_32_bits_are_accurate():
+    with jax.enable_x64(True):
+        positions = [5, 2**33 + 5, -(2**40)]
+        y = rotary_embedding(jnp.array([[1.0, 0.0]] * 3), jnp.array(positions), frequencies=[0.1])
+        angles = np.array([_exact_angle(p, 0.1) for p in positions])
+        np.testing.assert_allclose(y, np.stack([np.cos(angles), np.sin(angles)], -1), atol=1e-6)

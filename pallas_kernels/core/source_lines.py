@@ -1,0 +1,94 @@
+"""Record the lines of operations inside kernels and custom rules. JAX records the line that calls these."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src.source_info_util import SourceInfo, _source_info_context, new_source_info
+
+JAX_FOLDER = str(Path(jax.__file__).parent)
+
+# JAX traces functions again if this context changes. A new context changes jit's cache key.
+_TRACE, _TRACES = jax.make_user_context(default_value=0), itertools.count(1)
+
+
+@contextlib.contextmanager
+def recording_lines() -> Iterator[None]:
+    """Let operations record their line in the kernel's body, not the line that calls `launch`."""
+    with _context(new_source_info().replace(name_stack=_source_info_context.context.name_stack)):
+        yield
+
+
+class RuleLines:
+    """The lines of operations in custom rules, which the context `recording()` collects while JAX traces functions.
+
+    JAX traces a custom rule when it differentiates the operation that has it. Each operation of the rule gets this
+    operation's traceback. Here it gets the real one, and `frames` continues it with the traceback of this operation.
+    """
+
+    def __init__(self):
+        self._continued: dict[int, tuple[Any, int, Any]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        name_stack = _source_info_context.context.name_stack
+        with _TRACE(next(_TRACES)), _context(_InRules(None, name_stack, self)):
+            yield
+
+    def frames(self, traceback: Any) -> Iterator[tuple[str, int]]:
+        """Yield files and lines, innermost first."""
+        while traceback is not None:
+            _, count, outer = self._continued.get(id(traceback), (traceback, None, None))
+            for frame in traceback.frames[:count]:
+                yield frame.file_name, frame.line_num
+            traceback = outer
+
+    def joined(self, traceback: Any, count: int, outer: Any) -> Any:
+        """Return `traceback` if a rule is among its innermost `count` frames, else `outer`."""
+        codes, _ = traceback.raw_frames()
+        if all(code.co_filename.startswith((JAX_FOLDER, "<frozen")) for code in codes[:count]):
+            return outer
+        self._continued[id(traceback)] = traceback, count, outer
+        return traceback
+
+
+class _InRules(SourceInfo):
+    """The source of the operation whose rule JAX traces, and the depth of the stack below this rule."""
+
+    __slots__ = ["_depth", "_lines", "_outer"]
+
+    def __init__(self, traceback, name_stack, lines, outer=None, depth=0):
+        super().__init__(traceback, name_stack)
+        self._lines, self._outer, self._depth = lines, outer, depth
+
+    def replace(self, *, traceback=None, name_stack=False):
+        if traceback is not None and name_stack is False:  # a new operation
+            if self._outer is not None:
+                traceback = self._lines.joined(traceback, _depth() - self._depth, self._outer)
+            return SourceInfo(traceback, self.name_stack)
+        outer, depth, name_stack = self._outer, self._depth, name_stack or self.name_stack
+        if traceback is not None:  # JAX evaluates or differentiates an operation
+            outer, depth = traceback, _depth()
+        return _InRules(None, name_stack, self._lines, outer, depth)
+
+
+def _depth() -> int:
+    # JAX's tracebacks end where the tracing of a jitted function begins.
+    frame, count = sys._getframe(2), 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+@contextlib.contextmanager
+def _context(info: SourceInfo) -> Iterator[None]:
+    outside = _source_info_context.context
+    _source_info_context.context = info
+    try:
+        yield
+    finally:
+        _source_info_context.context = outside
