@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.tree_util import DictKey, SequenceKey
 
 from jaxbp.common.gradients import positional_names
 from jaxbp.pairing import name_of as name_of
@@ -23,11 +24,16 @@ def floats(tree: Any) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a function as a flat list of arrays, named by parameter and path."""
+    """The positional arguments of a function as a flat list of arrays, named by parameter and path.
+
+    Attributes:
+      alone: per array, whether no node of a pytree, other than a list, a tuple, or a dictionary, contains it.
+    """
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     structure: Any
+    alone: tuple[bool, ...] = ()
 
     @property
     def float_names(self) -> tuple[str, ...]:
@@ -36,6 +42,16 @@ class Arguments:
     @property
     def floats(self) -> tuple[Any, ...]:
         return tuple(a for a in self.leaves if is_float(a))
+
+    def with_integers(self, integers: Sequence[Any]) -> "Arguments":
+        """Replace the arrays that are not floating."""
+        other = iter(integers)
+        return dataclasses.replace(self, leaves=tuple(a if is_float(a) else next(other) for a in self.leaves))
+
+    @property
+    def integers(self) -> list[tuple[Any, bool]]:
+        """The arrays that are not floating, and whether they may change alone."""
+        return [(a, alone) for a, alone in zip(self.leaves, self.alone, strict=True) if not is_float(a)]
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
@@ -65,15 +81,16 @@ class Arguments:
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
-    names, leaves = [], []
+    names, leaves, alone = [], [], []
     for (position, *way), a in paths:
         way = [key for key in way if getattr(key, "name", None) != "value"]  # the only field of a Flax NNX variable
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
+        alone.append(all(isinstance(key, SequenceKey | DictKey) for key in way))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
         # NumPy arrays can be constants on any device.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
-    return Arguments(tuple(names), tuple(leaves), structure)
+    return Arguments(tuple(names), tuple(leaves), structure, tuple(alone))
 
 
 def _parameters(function: Callable, count: int) -> list[str]:

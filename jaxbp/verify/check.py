@@ -17,10 +17,10 @@ from jaxbp.verify.arguments import (
     takes_implementation,
     without_other_implementations,
 )
-from jaxbp.verify.points import EXTRA_DATA, USER_DATA, Point
+from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
-from jaxbp.verify.report import CheckResult, CheckRow
+from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow
 from jaxbp.verify.study import Settings, Study, is_broken
 from jaxbp.verify.tolerance import TOLERANCES, Tolerance
 
@@ -45,24 +45,29 @@ def check(
 ) -> CheckResult:
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
-    - Order 0: the value, as computed while differentiating, must equal the forward's value in float64.
+    - Order 0: the value, as computed while differentiating, must equal the value of the forward alone in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
       float64, which central differences confirm or correct.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
-    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed for all
-    arguments of its shape, and on the data that `added` names:
+    A hand-written backward also runs outside `jit`, with one array passed for all arguments of its shape, under nested
+    `vmap` of all arguments, of some of them, and of dy alone, and under `jax.checkpoint`, `scan`, `cond`, and
+    `shard_map` on one device. It also runs on the data that `added` names:
 
-    - "cotangents": dy times -30, and dy with zeros.
+    - "cotangents": dy times -4,096 and times 1e-9 (in float16, only times -32), and dy with zeros.
     - "kinks": some elements are a number in `kinks`, a constant of the forward, -0, or a subnormal number.
     - "ties": few different numbers.
     - "zeros": zeros only.
-    - "large": numbers up to 300, in one argument at a time.
+    - "small": numbers up to 1e-4, in one argument at a time.
+    - "large": numbers up to 300, up to 10,000, and below -200 (where other arguments are not negative), in one argument
+      at a time.
+    - "integers": other and repeated integers in the range of the user's integers, random masks, and masks of True and
+      of False, in a hand-written backward.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
       precision.
 
-    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. For an op
-    with other requirements, such as sorted arguments, use `added=("cotangents",)`.
+    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. Integers stay
+    sorted, or a permutation. For an op with other requirements, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
     An argument of `stop_gradient` counts as a constant. If the forward reads one triangle of a symmetric argument, its
@@ -164,12 +169,14 @@ def _rows(
         study = Study(op, arguments, options, settings, reference, directions)
         constants = sorted({s * c for c in reference.constants for s in (1, -1)}, key=abs)[:MOST_KINKS]
         kinks = tuple(dict.fromkeys((*settings.kinks, *constants))) if settings.kinks else ()
-        tried = list(at.points(own, reference.names, kinks, settings.added, random))
+        tried = list(at.points(own, reference.names, kinks, settings.added, _dy_factors(reference.results), random))
         large = at.everywhere_large(own, random)
         tried += [at.with_one_array(own, same, study.same_name(same)) for same in study.same]
         tried = [point.rounded(dtypes, [y.dtype for y in reference.results]) for point in tried]
         orders = [(own, order) for order in range(2, settings.order + 1)]
         expected, failed = study.expected(tried, orders)
+        if "integers" in settings.added and settings.gradient_of is None:
+            study.other_integers = list(at.other_integers(arguments.integers, random))
         for implementation in settings.implementations:
             programs, found = study.programs(implementation), []
             for row in study.of_implementation(programs, expected, failed, tried[0], tried):
@@ -181,6 +188,12 @@ def _rows(
         notes += reference.notes
 
 
+def _dy_factors(results: Sequence[Any]) -> Mapping[str, float]:
+    if any(y.dtype == np.float16 for y in results):
+        return {"dy times -32": -32.0}
+    return {"dy times -4,096": -4096.0, "dy times 1e-9": 2.0**-30}
+
+
 def _untried(rows, options, cases, added) -> str:
     missing = [name for name in EXTRA_DATA if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
@@ -189,6 +202,14 @@ def _untried(rows, options, cases, added) -> str:
         missing.append(f"added data for {', '.join(sorted(broken))}, because the user's data fails")
     elif any(is_broken([row]) for row in rows):
         missing.append("added data, because the user's data fails")
+    if kinds := {row.dtype for row in rows if row.reason == NOT_FLOATING}:
+        changed = {row.data for row in rows if row.verdict != "skipped"}
+        if kinds != {"bool"}:
+            missing.append("integers outside the range of yours" if changed & set(INTEGERS) else "other integers")
+        if "bool" in kinds and not changed & set(MASKS):
+            missing.append("other masks")
+    if any("shard_map" in row.data for row in rows):
+        missing.append("several devices")
     if not cases:
         given = f" than {', '.join(f'{name}={value!r}' for name, value in options.items())}" if options else ""
         missing += [f"other options{given}", "other shapes (cases=)"]

@@ -1,5 +1,5 @@
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,12 +9,28 @@ from jax import Array
 
 Function = Callable[..., list[Array]]
 Arrays = Sequence[np.ndarray]
+MOST_QUICKLY_COMPILED = 2**12
 
 
-def value_and_gradients(function: Function) -> Callable:
+def quickly_compiled(arrays: Sequence[Any]) -> dict[str, Any]:
+    """Return options of `jit` that save more time than they cost if a program runs a few times on small arrays.
+
+    They change only what LLVM does, on a CPU.
+    """
+    if jax.default_backend() != "cpu" or sum(a.size for a in arrays) > MOST_QUICKLY_COMPILED:
+        return {}
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return {"compiler_options": options}
+
+
+def value_and_gradients(function: Function, primal: bool = False) -> Callable:
+    """Return a function that computes results and gradients. With `primal`, the results are those of `function` outside
+    of differentiation."""
+
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)
-        return y, vjp([jnp.asarray(c, a.dtype) for c, a in zip(cotangents, y, strict=True)])
+        gradients = vjp([jnp.asarray(c, a.dtype) for c, a in zip(cotangents, y, strict=True)])
+        return function(*values) if primal else y, gradients
 
     return run
 
@@ -52,7 +68,8 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results, gradients, and higher derivatives of a function, as compiled programs.
 
-    `modes` lists the modes to try, in order, to differentiate gradients: forward (False) or reverse (True).
+    `modes` lists the modes to try, in order, to differentiate gradients: forward (False) or reverse (True). `primal` is
+    as in `value_and_gradients`. `of_higher` has options of `jit` for orders above 1.
     """
 
     def __init__(
@@ -60,10 +77,13 @@ class Derivatives:
         function: Function,
         modes: Sequence[bool] = (False, True),
         transform: Callable[[Callable], Callable] = lambda program: program,
+        primal: bool = False,
+        of_higher: Mapping[str, Any] = {},
         **options: Any,
     ):
         self._function, self._modes, self._transform, self._options = function, modes, transform, options
-        self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
+        self._of_higher = of_higher
+        self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function, primal)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the results y (order 0), the gradients of `Σ c y` for cotangents c (order 1), or the result of
@@ -79,10 +99,11 @@ class Derivatives:
         """
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
-            return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
+            cotangents = [np.asarray(c) * (1 + np.asarray(a)) for c, a in zip(cotangents, y, strict=True)]
+            return self.value_and_gradients(values, cotangents)[1]
         for reverse in self._modes:
             if order not in self._higher:
-                self._higher[order] = self._compiled(derivative(self._function, order, reverse))
+                self._higher[order] = self._compiled(derivative(self._function, order, reverse), **self._of_higher)
             try:
                 return self._higher[order](values, cotangents, directions)
             except TypeError as error:
@@ -100,8 +121,8 @@ class Derivatives:
             return self._higher[order].__wrapped__
         return self._transform(derivative(self._function, 1)) if square else self.value_and_gradients.__wrapped__
 
-    def _compiled(self, program):
-        return jax.jit(self._transform(program), **self._options)
+    def _compiled(self, program, **options):
+        return jax.jit(self._transform(program), **{**self._options, **options})
 
 
 def has_no_forward_mode(error: TypeError) -> bool:

@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,8 @@ class Differences:
     Arguments of `stop_gradient` inside the op keep the values that they have at `base`.
     """
 
-    def __init__(self, moved: Callable, eps: float = EPS):
-        self._moved, self._eps, self._program = moved, eps, jax.jit(self._results)
+    def __init__(self, moved: Callable, eps: float = EPS, **compiling: Any):
+        self._moved, self._eps, self._program = moved, eps, jax.jit(self._results, **compiling)
 
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
@@ -147,16 +148,18 @@ def confirmed(
     return expected, contradicted, agreed
 
 
-def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slopes of finite differences at elements at which autodiff's gradient is not finite.
+def decided(steps: np.ndarray, look: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slopes of finite differences at elements at which autodiff's gradient is not finite, and their means.
 
     A slope is infinite if it grows as the steps shrink. It is NaN if the slopes to the right and to the left differ, or
-    if neither converges. `steps` and `look` are as in `confirmed`.
+    if neither converges. A mean of both is NaN unless both converge. `steps` and `look` are as in `confirmed`.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))
     same = (right == left) | (np.abs(right - left) <= CONVERGED * np.abs(right))
-    return np.where(np.isnan(right), left, np.where(np.isnan(left) | same, right, np.nan))
+    with np.errstate(invalid="ignore"):
+        mean = (right + left) / 2
+    return np.where(np.isnan(right), left, np.where(np.isnan(left) | same, right, np.nan)), mean
 
 
 def _limit(first, second, third):
@@ -167,4 +170,7 @@ def _limit(first, second, third):
             & (np.abs(second) > DIVERGED * np.abs(first))
             & (np.sign(third) == np.sign(second))
         )
-    return np.where(converged, third, np.where(grows, np.sign(third) * np.inf, np.nan))
+        # The slopes of x sin(x) at 0 are proportional to the step.
+        vanishes = (np.abs(second) > DIVERGED * np.abs(third)) & (np.abs(first) > DIVERGED * np.abs(second))
+    limit = np.where(grows, np.sign(third) * np.inf, np.where(vanishes, 0.0, np.nan))
+    return np.where(converged, third, limit)

@@ -107,9 +107,10 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a, trac
 
 
 def without_custom_rules(function: Callable) -> Callable:
+    """Return `function` without custom rules of derivatives, except for rules of JAX, such as the rule of `relu`."""
 
     def rule(equation, inputs):
-        if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
+        if not any(_is_custom(inner) for inner in _with_inner(equation)):
             return bind(equation, inputs)
         results = structured(equation, inputs, rule, lambda a: a)
         return bind(equation, inputs) if results is None else results
@@ -129,7 +130,11 @@ def stops_by_value(program: Any) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
+    return any(map(_is_custom, equations(program)))
+
+
+def _is_custom(equation):
+    return equation.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(equation)
 
 
 def _is_rule_of_jax(equation):

@@ -18,6 +18,7 @@ from jaxbp.verify.derivatives import (
     float64,
     in_numpy,
     is_symmetric,
+    quickly_compiled,
     scale_of,
     value_and_gradients,
 )
@@ -97,12 +98,14 @@ class Reference:
         if (dtype := narrowest(*programs)) is not None and dtype != np.float64:
             self._lift(op, dtype, refused)
         self._stops, transform = has(program, STOP), self._transform
-        self._derivatives = Derivatives(self.function, transform=transform, **compiling)
+        compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
+        self._compiling = compiling
+        self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
         results = transform(moved)
         self._differences = Differences(
-            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps
+            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps, **compiling
         )
-        self._jumps = {}
+        self._jumps, self._at_integers = {}, None
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lift(self, op, dtype, refused):
@@ -135,7 +138,7 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(without_custom_rules(self.function), transform=self._transform)
+        return Derivatives(without_custom_rules(self.function), transform=self._transform, **self._compiling)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
@@ -146,11 +149,17 @@ class Reference:
             return in_numpy(self._derivatives.value_and_gradients(list(values), list(cotangents)))
 
     def first_orders(
-        self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
+        self,
+        values: Arrays,
+        cotangents: Arrays,
+        steps: Sequence[float | None],
+        most: int,
+        nan_is_wrong: bool = True,
     ) -> tuple[Expected, Expected]:
         """Return the expected results and gradients. Finite differences check about `most` elements per gradient.
 
-        `steps` has the step of finite differences for each argument. None is as in `Tolerance`.
+        `steps` has the step of finite differences for each argument. None is as in `Tolerance`. With
+        `nan_is_wrong`, the mean of two one-sided slopes replaces a NaN of autodiff.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -172,17 +181,24 @@ class Reference:
                 error,
                 self._rtol,
             )
+            if not self.independent and not agreed.all():
+                by_rules = self._by_rules(values, cotangents, i).ravel()[indices]
+                # The slopes of the median of equal numbers are 0.
+                other &= ~np.isclose(gradient.ravel()[indices], by_rules, rtol=self._rtol, atol=0)
+                slope = np.where(agreed | other | ~np.isfinite(by_rules), slope, by_rules)
             arrays[i].flat[indices], contradicted[i].flat[indices] = slope, other
             told &= bool(agreed.all())
             if (infinite := np.flatnonzero(~np.isfinite(gradient.ravel()))).size:
                 undecided[i].flat[infinite] = True
                 infinite = infinite[:MOST_NOT_FINITE]
-                slope = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
+                slope, mean = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
                 known = ~np.isnan(slope)
                 undecided[i].flat[infinite[known]] = False
                 finite = np.isfinite(slope)
                 arrays[i].flat[infinite[finite]] = slope[finite]
                 contradicted[i].flat[infinite[finite]] = True
+                kink = nan_is_wrong & ~known & np.isfinite(mean) & np.isnan(gradient.ravel()[infinite])
+                arrays[i].flat[infinite[kink]], contradicted[i].flat[infinite[kink]] = mean[kink], True
         against = "finite differences" if told else "finite differences; autodiff where there is a kink"
         if sampled:
             against += f"; autodiff except for {', '.join(sampled)} elements"
@@ -220,6 +236,14 @@ class Reference:
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
+    def at_integers(self, programs: Any, values: Arrays, cotangents: Arrays, integers: Sequence[Any]) -> Arrays:
+        """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
+        if self._at_integers is None:
+            self._at_integers = programs.of_integers(self._transform)
+        with float64():
+            y, gradients = self._at_integers(list(values), list(cotangents), integers)
+        return in_numpy([*y, *gradients])
+
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
@@ -247,8 +271,10 @@ class Reference:
         `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
 
+        function = self.function if self.independent else without_custom_rules(self.function)
+
         def gradients(values, parts):
-            y, vjp = jax.vjp(self.function, *values)
+            y, vjp = jax.vjp(function, *values)
             return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():
@@ -305,6 +331,12 @@ class Reference:
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
+    def _by_rules(self, values, cotangents, i):
+        try:
+            return self.by_rules_of_jax(1, values, cotangents)[i]
+        except Exception:  # no reverse mode
+            return np.full(values[i].shape, np.nan)
+
     def _look(self, values, cotangents, argument, indices, steps):
         return self._differences(values, cotangents, argument, indices, steps)
 
@@ -341,7 +373,7 @@ class Reference:
         if not self._stops:
             run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
         else:
-            near = jax.jit(held(self._derivatives.plain(order, square=True)))
+            near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
             run = lambda moved: near((list(moved), *arguments), (list(values), *arguments))  # noqa: E731
 
         def gradient_at(moved):

@@ -86,8 +86,17 @@ class CheckResult:
 
     @property
     def not_tried(self) -> tuple[str, ...]:
-        skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != USER_DATA)
-        return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
+        everywhere, found, reasons = {row.implementation for row in self.rows}, {}, {}
+        compared = {(row.data, row.implementation) for row in self.rows if row.verdict != "skipped"}
+        for row in self.rows:
+            if row.verdict == "skipped" and row.data != USER_DATA:
+                partly = (row.data, row.implementation) in compared
+                name = f"{row.data} for {row.argument}" if partly else row.data
+                found.setdefault((name, row.reason), set()).add(row.implementation)
+        for (name, reason), of in found.items():
+            where = "" if of == everywhere else f" in {', '.join(sorted(map(str, of)))}"
+            reasons.setdefault(f"{where} ({reason})", []).append(name)
+        return tuple(_listed(names) + reason for reason, names in reasons.items())
 
     def __bool__(self) -> bool:
         return not self.failures

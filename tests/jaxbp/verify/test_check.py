@@ -394,7 +394,7 @@ def test_a_hand_written_rule_without_implementations_is_held_against_differences
 
     sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (jnp.where(jnp.abs(x) > 10, 0, dy * jnp.cos(x)),))
     failures = quickly(sine, *S).failures
-    assert failures and {row.data for row in failures} == {"large"}
+    assert failures and {row.data for row in failures} == {"large", "very large", "very negative"}
 
 
 def test_arguments_stay_in_their_range():
@@ -409,11 +409,24 @@ def test_arguments_stay_in_their_range():
 def test_the_report_says_what_was_tried_and_what_was_not():
     result = check(jaxbp.relu, *drawn((3,)), order=1, implementations=["xla"])
     text = " ".join(str(result).split())
-    assert "tried: own data, dy times -30, dy with zeros, x at 0, -0 and subnormals, ties, zeros, large" in text
-    assert "outside jit, vmap of remat" in text
-    assert "not tried: float64, other options, other shapes (cases=)" in text
+    assert "tried: own data, dy times -4,096, dy times 1e-9, dy with zeros, x at 0, -0 and subnormals, ties" in text
+    assert "zeros, small, large, very large, very negative" in text
+    assert "outside jit, vmap, vmap of an argument, vmap of dy, remat, cond, scan, shard_map" in text
+    assert "not tried: float64, several devices, other options, other shapes (cases=)" in text
     assert all(len(line) <= 80 for line in str(result).splitlines())
-    assert len(str(check(jaxbp.relu, *drawn((3,)), order=1, added=())).splitlines()) == 3 + 3
+    assert len(str(check(jaxbp.relu, *drawn((3,)), order=1, added=())).splitlines()) == 3 + 5
+
+
+def test_the_report_names_the_implementation_that_did_not_try_a_dtype():
+    def sine(x, implementation=None):
+        if implementation == "xla" and x.dtype == jnp.bfloat16:
+            raise NotImplementedError("float32 only")
+        return jnp.sin(x)
+
+    text = " ".join(str(quickly(sine, *S, implementations=["xla", "autodiff"], added=["dtypes"])).split())
+    tried, not_tried = text.split("not tried: ")
+    assert "bf16" in tried and not_tried.startswith("bfloat16 in xla (NotImplementedError: float32 only), ")
+    assert not_tried.count("bfloat16") == 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,9 @@ ONCE_WRONG = {
         jaxbp.max_backward, [ROWS[0, :3], np.stack([ROWS, -ROWS, 2 * ROWS], axis=1)],
         dict(axis=(0, 2), kink_convention=False, added=["zeros"], seed=7),
     ),
+    "a value that jumps at a tie": (
+        jaxbp.max_backward, [ROWS[0, :2], ROWS], dict(axis=1, kink_convention=False, added=["ties"]),
+    ),
     "terms that overflow and cancel": (
         jaxbp.matmul_backward, [HALF, 3000 * HALF, 3000 * HALF], dict(added=["cotangents"]),
     ),
@@ -163,6 +166,32 @@ ONCE_WRONG = {
 def test_what_was_once_called_wrong_passes(name):
     op, args, settings = ONCE_WRONG[name]
     check(op, *args, order=1, implementations=["xla", "autodiff"], **settings).raise_if_failed()
+
+
+def masked_softmax(x, mask):
+    return jax.nn.softmax(jnp.where(mask, x, -1e9))
+
+
+def rows_of(x, rows):
+    return x[rows]
+
+
+# name -> (function, arguments)
+RIGHT_RULES = {
+    "medians of equal numbers": (functools.partial(jnp.median, axis=-1), [ROWS]),
+    "rows": (rows_of, [ROWS, np.array([1, 0, 1])]),
+    "a mask": (masked_softmax, [ROWS, np.array([[True, False, True, True]])]),
+    "products": (jnp.matmul, [ROWS, ROWS.T]),
+    "squares that overflow in float16": (lambda x: x * x / 4, [np.tile(ROWS, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_RULES)
+def test_a_rule_that_is_autodiff_passes(name):
+    function, args = RIGHT_RULES[name]
+    op = jax.custom_vjp(lambda *args: function(*args))
+    op.defvjp(lambda *args: (function(*args), args), lambda args, dy: jax.vjp(function, *args)[1](dy))
+    check(op, *args, order=1).raise_if_failed()
 
 
 def with_rule(forward, backward):
