@@ -1,4 +1,4 @@
-"""Forward mode of functions that have a hand-written backward (docs/architecture.md)."""
+"""Forward mode and linear functions with a hand-written backward (docs/architecture.md)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ _tangents_p.multiple_results = True
 _tangents_p.def_impl(_refuse)
 _tangents_p.def_abstract_eval(lambda *tangents, op: list(tangents))
 mlir.register_lowering(_tangents_p, _refuse)
-# JAX calls `to_lojax` before its own error of forward mode.
+# JAX calls `to_lojax` before it raises an error of forward mode that does not name the op.
 _tangents_p.is_high, _tangents_p.to_lojax = lambda *_, **__: True, _refuse
 ad.primitive_jvps[_tangents_p] = _refuse
 batching.primitive_batchers[_tangents_p] = _refuse

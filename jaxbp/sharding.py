@@ -56,8 +56,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def sharding_of_rows(x: jax.Array, w: jax.Array) -> NamedSharding | None:
-    """Return the sharding of `x @ w.T`, which JAX wants as `out_sharding` if an explicit axis of the mesh divides the
-    features, else None."""
+    """Return the sharding of `x @ w.T`, which JAX requires as `out_sharding` if an explicit axis of the mesh divides
+    the features, else None."""
     of_x, of_w = (jax.typeof(a).sharding for a in (x, w))
     if not on_explicit_axes((x, w)) or None in (of_x.spec[1], of_w.spec[1]):
         return None

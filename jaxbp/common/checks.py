@@ -141,7 +141,7 @@ def boolean(op: str, name: str, value: Any) -> bool:
 
 
 def is_symbolic(*sizes: Any) -> bool:
-    """Whether `jax.export` leaves one of the sizes open."""
+    """Return whether one of the sizes is symbolic, as in `jax.export`."""
     return not all(isinstance(size, int | np.integer) for size in sizes)
 
 

@@ -117,7 +117,7 @@ def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
 
 
 def summed_like(a: Array, gradient: Array) -> Array:
-    """Return the gradient with respect to `a` from the gradient with respect to `a`, broadcast to a larger shape."""
+    """Return the gradient with respect to `a`, given the gradient with respect to a broadcast copy of `a`."""
     if gradient.shape == a.shape:
         return gradient
     (summed,) = jax.linear_transpose(lambda a: jnp.broadcast_to(a, gradient.shape), a)(gradient)

@@ -20,7 +20,7 @@ def cast(a: Array, dtype: DTypeLike) -> Array:
 
 
 def cast_like(y: Array, a: Array) -> Array:
-    """Return the result y in the dtype of the argument `a` if that is floating. Otherwise, y keeps its dtype."""
+    """Return the result y in the dtype of the argument `a` if this dtype is floating, else y unchanged."""
     return cast(y, a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else y
 
 

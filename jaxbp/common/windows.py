@@ -56,7 +56,8 @@ class Windows:
 
     @property
     def adjacent(self) -> bool:
-        """Whether each window begins where the previous one ends, and the first at the input's first position."""
+        """Whether the first window begins at the input's first position, and each other window where the previous one
+        ends."""
         return self == Windows(
             self.input_size, self.window, self.window, tuple((0, after) for _, after in self.padding)
         )

@@ -27,7 +27,7 @@ class Arguments:
     """The positional arguments of a function as a flat list of arrays, named by parameter and path.
 
     Attributes:
-      alone: per array, whether no node of a pytree, other than a list, a tuple, or a dictionary, contains it.
+      alone: for each array, whether only lists, tuples, and dictionaries contain it, so that it may change alone.
     """
 
     names: tuple[str, ...]

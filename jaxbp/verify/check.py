@@ -50,9 +50,9 @@ def check(
       float64, which central differences confirm or correct.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
-    A hand-written backward also runs outside `jit`, with one array passed for all arguments of its shape, under nested
-    `vmap` of all arguments, of some of them, and of dy alone, and under `jax.checkpoint`, `scan`, `cond`, and
-    `shard_map` on one device. It also runs on the data that `added` names:
+    A hand-written backward also runs outside `jit`, and with one array passed for all arguments of its shape. It runs
+    under nested `vmap` of all arguments, of some arguments, and of dy only, and under `jax.checkpoint`, `scan`, `cond`,
+    and `shard_map` on one device. It also runs on the data that `added` names:
 
     - "cotangents": dy times -4,096 and times 1e-9 (in float16, only times -32), and dy with zeros.
     - "kinks": some elements are a number in `kinks`, a constant of the forward, -0, or a subnormal number.
@@ -61,13 +61,14 @@ def check(
     - "small": numbers up to 1e-4, in one argument at a time.
     - "large": numbers up to 300, up to 10,000, and below -200 (where other arguments are not negative), in one argument
       at a time.
-    - "integers": other and repeated integers in the range of the user's integers, random masks, and masks of True and
-      of False, in a hand-written backward.
+    - "integers": other and repeated integers in the range of the user's integers, random masks, and masks of only True
+      or only False.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
       precision.
 
-    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. Integers stay
-    sorted, or a permutation. For an op with other requirements, use `added=("cotangents",)`.
+    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. Sorted
+    integers stay sorted, and a permutation stays a permutation. For an op with other requirements, use
+    `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
     An argument of `stop_gradient` counts as a constant. If the forward reads one triangle of a symmetric argument, its

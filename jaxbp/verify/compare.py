@@ -163,8 +163,8 @@ def compare(
     mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Elements that differ from the reference by more than the tolerance of `check` are compared with the reference in
-    float64. Rounding explains a difference of up to four times the reference's own error, unless all elements are wrong
-    by the same factor. At a tie or a kink, a number between the slopes near the data is right.
+    float64. Rounding explains an error of up to four times the reference's error, unless all elements are wrong by the
+    same factor. At a tie or a kink, any number between the slopes near the data is accepted.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.

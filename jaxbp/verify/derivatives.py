@@ -15,7 +15,7 @@ MOST_QUICKLY_COMPILED = 2**12
 def quickly_compiled(arrays: Sequence[Any]) -> dict[str, Any]:
     """Return options of `jit` that save more time than they cost if a program runs a few times on small arrays.
 
-    They change only what LLVM does, on a CPU.
+    They change only LLVM's optimizations, on a CPU.
     """
     if jax.default_backend() != "cpu" or sum(a.size for a in arrays) > MOST_QUICKLY_COMPILED:
         return {}
@@ -24,8 +24,8 @@ def quickly_compiled(arrays: Sequence[Any]) -> dict[str, Any]:
 
 
 def value_and_gradients(function: Function, primal: bool = False) -> Callable:
-    """Return a function that computes results and gradients. With `primal`, the results are those of `function` outside
-    of differentiation."""
+    """Return a function that computes results and gradients. With `primal`, `function` computes the results without
+    differentiation."""
 
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)

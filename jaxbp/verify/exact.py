@@ -54,7 +54,7 @@ class Exact:
             return wrong, reference
         try:
             e = self._in_float64(kind)[i]
-        except Exception:  # such as of a callback in float32
+        except Exception:  # such as the error of a callback in float32
             return wrong, reference
         wrong = excess_and_difference(a, e, tolerance)[0] > 1
         if wrong.any():

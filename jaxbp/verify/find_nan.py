@@ -64,7 +64,8 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
     The sum of the floating results is differentiated. Operations run one after another, also inside `jax.jit`, custom
     rules, loops, and branches, so that they may round differently. A kernel, a `shard_map`, or a linear solve is one
-    operation. In a custom rule, such as the backward of a `custom_vjp`, the line is the rule's.
+    operation. If the operation is in a custom rule, such as the backward of a `custom_vjp`, `source` is the line in this
+    rule.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
     and infinite values made from them do not count, but a NaN made from them counts.
@@ -138,7 +139,7 @@ def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
 
 def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     params, name = equation.params, equation.primitive.name
-    program = called(equation) or params.get("program")  # of jaxbp's primitives with their own transposes
+    program = called(equation) or params.get("program")  # of jaxbp's `linear_call`
     if program is not None:
         return _run(program, inputs, place.inside(equation))
     if name == "cond":

@@ -195,7 +195,7 @@ class Judge:
             return None
         try:
             found = self.autodiff.at(point, order, self.directions)[i]
-        except Exception:  # such as of a `while_loop` in reverse mode
+        except Exception:  # such as the error of a `while_loop` in reverse mode
             return None
         return np.asarray(found, np.float64)
 

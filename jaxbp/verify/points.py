@@ -135,7 +135,8 @@ def other_integers(
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield names and changed copies of integer and boolean arrays, with numbers in the range of each array.
 
-    `arrays` says whether each array may change. It stays sorted along its last axis, or a permutation, if it is.
+    `arrays` says whether each array may change. An array that is sorted along its last axis stays sorted, and a
+    permutation stays a permutation.
     """
     for name, changes in {**INTEGERS, **MASKS}.items():
         changed = []
@@ -151,7 +152,7 @@ def _drawn(a, random):
         return random.random(a.shape) < 0.5
     if a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all():
         return random.permutation(a.ravel()).reshape(a.shape)
-    # Negative numbers often have a meaning of their own.
+    # Negative integers often have a special meaning.
     least = a[a >= 0].min(initial=np.iinfo(a.dtype).max)
     numbers = np.unique(a[a < 0])
     if (a >= 0).any():

@@ -294,7 +294,7 @@ class Study:
                 able = autodiff is not None and autodiff is not programs and run(autodiff) is not None
             except Exception:
                 able = False
-            # A mesh of several devices may need more of an op, so that one device cannot tell whether it is wrong.
+            # On one device, an error in `shard_map` does not show that the backward is wrong.
             wrong = able and name != "shard_map" and not isinstance(error, NotImplementedError)
             verdict = "failed" if wrong else "skipped"
             yield row(dtype, "all", 1, "", verdict, reason=_named(error), data=name)

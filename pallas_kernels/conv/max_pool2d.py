@@ -1,7 +1,7 @@
 """Backward of max-pooling as a gather: each input position adds the gradients of the windows that selected it.
 
-`scatter_to_windows` is for windows that do not overlap. In `scatter_gradients`, for all other windows, the padded input
-is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
+`scatter_to_windows` is for adjacent windows, and `scatter_gradients` for all other windows. In `scatter_gradients`, the
+padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
 channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
 of every window that can overlap the cell.
 """

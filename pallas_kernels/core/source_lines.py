@@ -1,4 +1,4 @@
-"""Record the lines of operations inside kernels and custom rules. JAX records the line that calls these."""
+"""Record the lines of operations inside kernels and custom rules, for which JAX records only the line of the call."""
 
 import contextlib
 import itertools
@@ -26,8 +26,9 @@ def recording_lines() -> Iterator[None]:
 class RuleLines:
     """The lines of operations in custom rules, which the context `recording()` collects while JAX traces functions.
 
-    JAX traces a custom rule when it differentiates the operation that has it. Each operation of the rule gets this
-    operation's traceback. Here it gets the real one, and `frames` continues it with the traceback of this operation.
+    JAX traces a custom rule when it differentiates the outer operation that has this rule. JAX gives each operation in
+    the rule the traceback of the outer operation. In this context, each operation in the rule keeps the traceback of
+    its line, and `frames` then yields the traceback of the outer operation.
     """
 
     def __init__(self):

@@ -36,8 +36,8 @@ and docs/lab/2026-11-24-dense.md (forward)."""
 class Config:
     """Tiles of `rows` x `columns`. The summed axis is divided into `splits` parts, each with a separate result
     (split-K). CTAs compute the result in vertical blocks, `raster` tiles wide; 0 means a single block. A cluster has 1
-    or 2 CTAs. A tile has one consumer in the ping-pong schedule, which needs equally many steps for all tiles, else
-    two."""
+    or 2 CTAs. A tile has one consumer in the ping-pong schedule, and two in the cooperative schedule. The ping-pong
+    schedule needs the same number of steps for all tiles."""
 
     rows: int
     columns: int

@@ -44,7 +44,7 @@ _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
 _STEP_MICROSECONDS = {64: 0.25, 128: 0.35, 256: 0.65}
 _EPILOGUE_MICROSECONDS = {1: 0.5, 2: 2.3}
-"""Time of a step for a number of columns, and of the end of a tile for a number of consumers, on an H200:
+"""Time of a step, by columns of the tile, and of a tile's epilogue, by consumers of the tile, on an H200:
 docs/lab/2026-11-28-products.md."""
 _SPLIT_MICROSECONDS = 5.0
 _BYTES_A_MICROSECOND = 3e6
@@ -228,7 +228,7 @@ def _fastest(configs: Iterable[Config], batch: int, rows: int, columns: int, ste
         return -(-tiles // multiprocessors) * tile + split
 
     def splits(config):
-        # The ping-pong schedule needs equally many steps for all tiles.
+        # The ping-pong schedule needs the same number of steps for all tiles.
         most = min(steps, multiprocessors) if config.consumers > 1 else 1
         return (dataclasses.replace(config, splits=n) for n in range(1, most + 1))
 

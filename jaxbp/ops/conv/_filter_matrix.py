@@ -1,4 +1,4 @@
-"""Convolutions of small images as products with a matrix of the filters, by cuBLAS on the tensor cores."""
+"""Convolutions of small images as products with a matrix of the filters, on the tensor cores."""
 
 import math
 from typing import Any

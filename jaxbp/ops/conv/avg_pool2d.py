@@ -124,7 +124,7 @@ def avg_pool2d(
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
     op = "avg_pool2d"
-    checks.refuse_booleans(op, "x", x)  # JAX does not sum them in windows
+    checks.refuse_booleans(op, "x", x)  # JAX does not sum booleans in windows
     (x,) = checks.floating(op, x=x)
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")

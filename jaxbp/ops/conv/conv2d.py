@@ -145,8 +145,8 @@ def conv2d(
       dimension_numbers: the layouts of x, w, and y, by default ("NCHW", "OIHW", "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
         then spread over the image's whole result.
-      implementation: "pallas" supports no dilation and no groups. It computes y with cuDNN or cuBLAS, and gradients
-        with kernels.
+      implementation: "pallas" supports no dilation and no groups. cuDNN or cuBLAS computes y, and kernels compute
+        the gradients.
       padding, dimension_numbers, precision: also as in `jax.lax.conv_general_dilated`.
 
     Returns:

@@ -33,7 +33,7 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    # JAX slices no symbolic size with a stride, and gathers only along axes that it knows not to be empty.
+    # JAX cannot slice an axis of symbolic size with a stride, and gathers only along axes that cannot be empty.
     symbolic = checks.is_symbolic(*windows.output_size)
     padding = [(before, after + symbolic) for before, after in windows.padding]
     x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
@@ -163,7 +163,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
     },
     unsupported=_unsupported,
-    # XLA copies NCHW images for windows that overlap or leave gaps, which takes more time than the kernel saves.
+    # Unless windows are adjacent, the kernel transposes NCHW images, which takes more time than the kernel saves.
     default=DefaultImplementation(gpu="xla"),
     jit=True,
 )

@@ -28,8 +28,11 @@ def formula(
     precision: PrecisionLike = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Return `yᵢⱼ = Σₖ aᵢₖ bₖⱼ` for each index of the batch axes, which broadcast, in `dtype`, by default float32 or
-    wider. `transposed` says whether the last two axes of a and of b are swapped."""
+    """Return `yᵢⱼ = Σₖ aᵢₖ bₖⱼ` for each index of the batch axes, which broadcast.
+
+    `transposed` says whether the last two axes of a and of b are swapped. The result has the given `dtype`, by default
+    float32 or wider.
+    """
     a, b = (jnp.swapaxes(x, -1, -2) if swapped else x for x, swapped in zip((a, b), transposed, strict=True))
     y = jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
     return y.astype(dtype or y.dtype)
@@ -43,8 +46,8 @@ def kernel(
     precision: PrecisionLike = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Compute `formula` for a and b with equally many axes. The tensor cores multiply in half precision and in TF32,
-    the CUDA cores in float32."""
+    """Compute `formula` for a and b with the same number of axes. The tensor cores multiply in half precision and in
+    TF32, and the CUDA cores multiply in float32."""
     options = dict(transposed=transposed, precision=precision, dtype=dtype or wide(a.dtype))
     if 0 in (*a.shape, *b.shape):
         return formula(a, b, **options)
@@ -107,7 +110,7 @@ def parameter_gradients_in_float32(
 def parameter_gradients_kernel(
     dy: Array, x: Array, *, precision: PrecisionLike = None, dtype: DTypeLike | None = None
 ) -> tuple[Array, Array]:
-    """Compute `parameter_gradients_in_float32`, but float32 in TF32 if `precision` permits it."""
+    """Compute `parameter_gradients_in_float32`, but multiply float32 arrays in TF32 if `precision` permits it."""
     dtype = dtype or x.dtype
     if dy.dtype == jnp.float32 or 0 in (*dy.shape, *x.shape) or not has_tensor_core_kernel(dy.dtype):
         dw = kernel(dy, x, transposed=(True, False), precision=precision, dtype=dtype)

@@ -91,8 +91,8 @@ def _scatter(dy, indices, *, num_embeddings):
 def _formula(dy, indices, **options):
     runs, scatter = (functools.partial(formula, **options) for formula in (_sums_of_runs, _scatter))
     if _is_half(dy):
-        # On a CPU, a scatter in float32 is faster, and the result hides its rounding errors. On a GPU, it would add in
-        # a varying order.
+        # On a CPU, a scatter in float32 is faster, and rounding to half precision hides its errors. On a GPU, a
+        # scatter would add in a varying order.
         return on_gpu(runs, scatter, dy, indices)
     return runs(dy, indices)
 

@@ -64,8 +64,8 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" computes y with cuBLAS, and gradients with kernels, in float32 with products in TF32
-        unless precision is "highest".
+      implementation: with "pallas", cuBLAS computes y, and kernels compute the gradients. Kernels multiply float32
+        arrays in TF32 unless precision is "highest".
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)

@@ -1,7 +1,7 @@
 """Products of vectors and matrices, and the transpose.
 
 Arguments and dtypes are as in `jax.numpy`. With `implementation="pallas"`, cuBLAS computes `matmul` and `dot`, and
-kernels compute their gradients, in float32 with products in TF32 unless precision is "highest".
+kernels compute their gradients. Kernels multiply float32 arrays in TF32 unless precision is "highest".
 """
 
 import math
@@ -41,13 +41,13 @@ def _matmul_gradients(dy, a, b, **options):
 
 
 def _over_batch(factors, matrices, **options):
-    """Return the product of `factors` in the dtype of `matrices`, summed over the axes along which they are
+    """Return the product of `factors` in the dtype of `matrices`, summed over the axes along which `matrices` is
     broadcast."""
     batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in factors))
     axes = tuple(i for i, size in enumerate(batch) if matrices.shape[i] != size)
     if not axes:
         return PRODUCT(*factors, dtype=matrices.dtype, **options)
-    # Products are rounded after the sum.
+    # The sum of the products is rounded once.
     return jnp.sum(PRODUCT(*factors, **options), axis=axes, keepdims=True).astype(matrices.dtype)
 
 

@@ -269,7 +269,7 @@ def mlp_softmax_cross_entropy(
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
       implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up to 256 features.
-        Otherwise, each product of the backward is a kernel.
+        Otherwise, a kernel computes each product of the backward.
 
     Returns:
       The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, with

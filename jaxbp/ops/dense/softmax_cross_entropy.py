@@ -224,8 +224,8 @@ def softmax_cross_entropy(
 
     Args:
       labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
-        Weights are differentiable and need not sum to 1. Integers and booleans of the shape of the logits are weights.
-        Logits and floating or boolean weights broadcast, except that the logits have all classes.
+        Weights are differentiable and need not sum to 1. Booleans, and integers of the shape of the logits, are also
+        weights. Logits and weights broadcast, except that the logits must have all classes.
       axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
         `axis`.
       where: one boolean per example, or per class and example, False to exclude it. An excluded example has loss and

@@ -157,7 +157,7 @@ def batch_norm(
         y, *statistics = _BATCH_NORM(x, scale, bias, **options, wide=wide, implementation=implementation)
     else:
         channel_axis = options["channel_axis"]
-        if is_empty and running is None:  # the scale's gradient of 0 elements, times NaN, would be NaN
+        if is_empty and running is None:  # statistics of NaN would make the scale's gradient NaN, not 0
             statistics = jnp.zeros((2, len(scale)), x.dtype)
         else:
             statistics = running if use_running_average else _statistics(x, channel_axis, axis_name, fast)

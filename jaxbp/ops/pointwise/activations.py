@@ -397,7 +397,7 @@ def log_softmax_backward(
 
 
 def _check(op, axis, where, **arrays):
-    checks.refuse_booleans(op, "x", arrays["x"])  # JAX's softmax does not subtract them
+    checks.refuse_booleans(op, "x", arrays["x"])  # JAX's softmax does not subtract booleans
     *dy, x = checks.floating(op, **arrays)
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)

@@ -38,7 +38,7 @@ _CLIP = Elementwise(
 
 
 def _clipped(arr, *bounds, names):
-    """Return `arr`, clipped to each bound in turn, and where each bound replaces an element."""
+    """Return `arr`, clipped to each bound in turn, and per bound, a mask of the elements that the bound replaces."""
     y, replaced = arr, []
     for name, bound in zip(names, bounds, strict=True):
         replaced.append((y < bound if name == "min" else y > bound) | (bound != bound))
@@ -127,7 +127,7 @@ def clip(
     """Clip to bounds, `y = min(max(arr, lower), upper)`, where the argument `min` is lower, and `max` is upper. None
     means no bound.
 
-    A bound may be a differentiable array, which broadcasts to or with `arr`. y has the promoted dtype of the arrays.
+    A bound may be a differentiable array, which broadcasts with `arr`. y has the promoted dtype of the arrays.
     """
     arrays, numbers = _bounds("clip", arr, min, max)
     if numbers:

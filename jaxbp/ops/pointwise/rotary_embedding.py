@@ -26,10 +26,10 @@ _PI = fractions.Fraction(31415926535897932384626433832795028841971, 10**40)
 
 
 def _angles(positions, dtype, frequencies):
-    """Return `positions * frequencies`, reduced exactly to [-π, π] and then rounded.
+    """Return `positions * frequencies`, reduced to [-π, π] before it is rounded to `dtype`.
 
-    The product, divided by 2π, modulo 1, is an integer of 64 bits, in two words of 32 bits. Its factors are the
-    position and the frequency, divided by 2π, with 64 binary digits after the point.
+    A turn is an angle of 2π. Each frequency is rounded to 64 binary digits of a turn per position. Its product with an
+    integer position, modulo one turn, is exact in integers of 64 bits, which are two words of 32 bits.
     """
     turns = [round(fractions.Fraction(f) / (2 * _PI) * 2**64) % 2**64 for f in frequencies]
     shape = (1,) * positions.ndim + (len(turns),)

@@ -22,7 +22,7 @@ def drawn(*shapes):
 
 
 def with_rule(forward, backward, value=None):
-    """Return `forward` as a `custom_vjp` whose value, when differentiated, is that of `value`."""
+    """Return `forward` as a `custom_vjp` that returns the result of `value` when it is differentiated."""
     op = jax.custom_vjp(lambda *args: forward(*args))
 
     def of_saved(args, dy):
