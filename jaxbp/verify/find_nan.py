@@ -64,7 +64,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
     The sum of the floating results is differentiated. Operations run one after another, also inside `jax.jit`, custom
     rules, loops, and branches, so that they may round differently. A kernel, a `shard_map`, or a linear solve is one
-    operation. If the operation is in a custom rule, such as the backward of a `custom_vjp`, `source` is the line in this
+    operation. For an operation in a custom rule, such as the backward of a `custom_vjp`, `source` is the line in the
     rule.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
