@@ -300,7 +300,7 @@ def _check(op, axis, *, logits, labels, where, **dy):
         labels = others.pop()
         aligned = (1,) * (logits.ndim - len(given)) + given
         if any(aligned[i] != logits.shape[i] for i in axes):
-            raise ValueError(f"{op}: logits has shape {given}; wants the classes of {logits.shape}, as the labels")
+            raise ValueError(f"{op}: logits has shape {given}; wants as many classes as the labels, {labels.shape}")
         labels = _classes_last(labels, axes)
     if where is not None and where.ndim == logits.ndim:
         # A mask with one boolean per example may have axes of size 1 for the classes.

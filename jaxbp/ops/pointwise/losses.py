@@ -310,7 +310,7 @@ def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays[-2:]))
     if checks.broadcast(op, logits=jax.ShapeDtypeStruct(shape, "float32"), pos_weight=pos_weight) != shape:
         got = f"{op}: pos_weight has shape {pos_weight.shape}"
-        raise ValueError(f"{got}; wants a shape that broadcasts to {shape}, the shape of logits")
+        raise ValueError(f"{got}; wants a shape that broadcasts to {shape}, the shape of the loss")
     return *arrays, pos_weight
 
 
