@@ -165,13 +165,11 @@ def _or_pool(y, pool):
 
 
 def _unsupported(*arrays, stride, padding, pool, **options):
-    if reason := checks.unsupported(*arrays):
-        return reason
     wires, x = arrays[-2:]
     rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
         return "2^31 or more leaves of all trees, positions and examples"
-    return tree_windows.unsupported(wires.leaves.shape, pool)
+    return tree_windows.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
 
 
 _public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)

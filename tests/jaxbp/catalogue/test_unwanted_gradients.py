@@ -8,7 +8,7 @@ from helpers import ENTRIES, assert_close, is_float, kernel_results
 # (op, case, batch, dtype) -> numbers of results of the forward's kernels, and of the backward's kernels for all
 # gradients or for the gradient of one argument.
 PROGRAMS = {
-    ("conv2d", "conv2", 1024, "float32"): ([], {"all": [2], 0: [], 1: [2]}),
+    ("conv2d", "conv2", 1024, "float32"): ([], {"all": [2, 1], 0: [1], 1: [2]}),
     ("conv2d_relu_max_pool2d", "block1", 128, "float32"): ([2], {"all": [1, 1], 0: [1], 1: [1]}),
     ("conv1d", "sequences", 128, "float32"): ([1], {"all": [3], 0: [1], 1: [1]}),
     ("add", "bias", 128, "float32"): ([], {"all": [1, 1], 0: [1], 1: [1]}),
