@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxbp.common import checks
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.conv import _filter_matrix
 from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
@@ -31,6 +32,8 @@ def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options)
 
 
 def product_pays(w, input_size, output_size, precision):
+    if checks.is_symbolic(*w.shape, *input_size, *output_size):
+        return False
     return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 

@@ -225,13 +225,15 @@ EXPORTED = LAYERS | {
 }
 
 
+@pytest.mark.parametrize("precision", ["highest", "default"])
 @pytest.mark.parametrize(("op", "x_shape", "others"), EXPORTED.values(), ids=EXPORTED)
-def test_export_with_a_symbolic_batch_and_symbolic_image_sizes(op, x_shape, others):
+def test_export_with_a_symbolic_batch_and_symbolic_image_sizes(op, x_shape, others, precision):
     symbols = jax.export.symbolic_shape(", ".join(f"n{i}" for i in range(len(x_shape))))
     symbolic = tuple(size if size == 3 else symbol for size, symbol in zip(x_shape, symbols, strict=True))
     x, *parameters = normal([size if size == 3 else 2 * size - 1 for size in x_shape], *others)
     gradient = jax.jit(jax.value_and_grad(lambda x, *parameters: jnp.sum(jnp.sin(op(x, *parameters)))))
-    exported = jax.export.export(gradient, platforms=("cpu",))(jax.ShapeDtypeStruct(symbolic, x.dtype), *parameters)
+    with jax.default_matmul_precision(precision):
+        exported = jax.export.export(gradient, platforms=("cpu",))(jax.ShapeDtypeStruct(symbolic, x.dtype), *parameters)
     assert_close(exported.call(x, *parameters), gradient(x, *parameters), "float32")
 
 
