@@ -34,6 +34,8 @@ def _angles(positions, dtype, frequencies):
     turns = [round(fractions.Fraction(f) / (2 * _PI) * 2**64) % 2**64 for f in frequencies]
     shape = (1,) * positions.ndim + (len(turns),)
     high, low = (np.array([word >> shift & _WORD for word in turns], np.uint32).reshape(shape) for shift in (32, 0))
+    if positions.dtype.itemsize < 4:  # the least integer has no absolute value
+        positions = positions.astype(jnp.int32)
     size = jnp.abs(positions)[..., None]
     p = size.astype(jnp.uint32)
     whole = p * high + _upper_word(p, low)

@@ -209,6 +209,12 @@ def test_positions_of_every_integer_dtype(dtype):
     np.testing.assert_array_equal(rotary_embedding(x, positions.astype(dtype)), rotary_embedding(x, positions))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_the_least_position_of_a_narrow_dtype(dtype):
+    x, least = jnp.ones((1, 4)), np.array([np.iinfo(dtype).min])
+    np.testing.assert_array_equal(rotary_embedding(x, least.astype(dtype)), rotary_embedding(x, least.astype("int32")))
+
+
 def test_in_float64_positions_beyond_32_bits_are_accurate():
     with jax.enable_x64(True):
         positions = [5, 2**33 + 5, -(2**40)]
