@@ -256,7 +256,11 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _small(a: np.ndarray) -> np.ndarray:
-    return SMALL / scale_of(a) * a
+    small = SMALL / scale_of(a) * a
+    if _has_subnormals():
+        return small
+    is_subnormal = (small != 0) & (np.abs(small) < LEAST_NORMAL)
+    return np.where(is_subnormal, np.copysign(LEAST_NORMAL, small), small)
 
 
 def _very_negative(a: np.ndarray) -> np.ndarray:

@@ -252,6 +252,11 @@ def test_a_right_function_passes(name):
     check(function, *args, added=added).raise_if_failed()
 
 
+def test_added_data_of_the_least_normal_numbers_pass():
+    function, *args = RIGHT["a slope of 1e38"]
+    check(function, *args, added=("small",)).raise_if_failed()
+
+
 def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
     @jax.custom_vjp
     def wrong(x):
