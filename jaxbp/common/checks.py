@@ -163,8 +163,6 @@ def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
-        if not all(isinstance(size, int) for size in a.shape):
-            return f"the symbolic shape {a.shape}"
     return None
 
 

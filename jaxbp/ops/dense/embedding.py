@@ -127,9 +127,7 @@ embedding (docs/lab/2026-11-26-embedding.md)."""
 def _default(indices, table, *, num_embeddings):
     if _is_half(table):  # autodiff adds in half precision
         return DefaultImplementation()
-    tokens = math.prod(indices.shape)
-    is_sparse = not isinstance(tokens, int) or tokens <= 4 * num_embeddings
-    if num_embeddings >= KERNEL_EMBEDDINGS and is_sparse:
+    if num_embeddings >= KERNEL_EMBEDDINGS and math.prod(indices.shape) <= 4 * num_embeddings:
         return DefaultImplementation(gpu="pallas", older_gpu="autodiff", elsewhere="autodiff")
     return AUTODIFF_EVERYWHERE
 

@@ -53,14 +53,6 @@ def test_a_batch_and_features_may_be_empty_and_other_sizes_may_not():
     refuses(ValueError, "op: x has shape (2,); wants (3,)", checks.shape, "x", np.ones(2), 3)
 
 
-@pytest.mark.parametrize("unsupported", [checks.unsupported, checks.unsupported_dtype])
-def test_kernels_do_not_support_symbolic_shapes(unsupported):
-    (batch,) = jax.export.symbolic_shape("batch")
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3), (batch, 3))]
-    assert unsupported(*structs) == "the symbolic shape (batch, 3)"
-    assert unsupported(structs[0]) is None
-
-
 @pytest.mark.parametrize(("value", "both"), [(2, (2, 2)), ([1, 3], (1, 3))])
 def test_an_int_stands_for_rows_and_columns(value, both):
     assert checks.pair("op", "stride", value, at_least=1) == both
