@@ -110,7 +110,7 @@ def _chunk_rows(rows, w):
     row_bytes = len(w) * w.dtype.itemsize
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
     most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
-    if not isinstance(rows, int):
+    if checks.is_symbolic(rows):
         return 1 + rows // (1 + rows // most)  # for every number of rows, in [1, most]
     if rows * row_bytes <= CHUNK_BYTES:
         return None
