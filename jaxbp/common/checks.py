@@ -47,8 +47,11 @@ def _promoted(op: str, optional: Sequence[str], arguments: dict[str, Any], integ
     if not integers_stay and not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype("float64" if dtype.itemsize == 8 else "float32")
     if dtypes != {dtype}:
-        # As in JAX, a floating array determines the dtype of integers, even if it is weakly typed.
-        decisive = [a for a in given.values() if not is_discrete(a)] or given.values()
+        # As in JAX, floating arrays determine the dtype of integers, and integers determine the dtype of booleans. That
+        # holds for weakly typed arrays, too.
+        kinds = (jnp.floating, jnp.integer, jnp.bool_)
+        of_kinds = ([a for a in given.values() if jnp.issubdtype(a.dtype, kind)] for kind in kinds)
+        decisive = next(filter(None, of_kinds))
         weak = all(jax.typeof(a).weak_type for a in decisive)
         arrays |= {name: weakly_typed(a, dtype) if weak else a.astype(dtype) for name, a in given.items()}
     return tuple(arrays.values())

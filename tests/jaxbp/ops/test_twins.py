@@ -581,6 +581,13 @@ def test_two_dtypes_give_what_the_twin_gives(name):
                 _compare_with_twin(name, x1, number)
 
 
+@pytest.mark.parametrize("name", ["add", "divide", "maximum"])
+def test_booleans_do_not_change_the_weak_type_of_integers(name):
+    for integers in (2, jnp.full(3, 2)):
+        _compare_with_twin(name, integers, True)
+        _compare_with_twin(name, True, integers)
+
+
 @pytest.mark.parametrize("name", OPTAX)
 def test_labels_of_other_dtypes_and_shapes_give_what_the_twin_gives(name):
     for labels in [*ARRAYS, STRONG[0], STRONG[:, :1], BITS[:1], 0.5, np.float32(0.5)]:
