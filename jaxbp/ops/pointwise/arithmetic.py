@@ -23,8 +23,6 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
-    if checks.is_discrete(x1):
-        return jnp.power(x1, x2)
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
     # 0 ** 0 has the derivative 0 with respect to the base.
@@ -175,6 +173,10 @@ def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementa
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Power, `y = x1 ** x2`. `0 ** 0` is 1."""
+    arrays = {name: checks.array("power", name, a) for name, a in (("x1", x1), ("x2", x2))}
+    if all(map(checks.is_discrete, arrays.values())):
+        checks.broadcast("power", **arrays)
+        return jnp.power(x1, x2)  # in the dtype of x1
     return _POWER.of(implementation, {"x1": x1, "x2": x2})
 
 

@@ -581,6 +581,11 @@ def test_two_dtypes_give_what_the_twin_gives(name):
                 _compare_with_twin(name, x1, number)
 
 
+def test_integer_powers_have_the_dtype_of_the_base():
+    for x1, x2 in itertools.product([2, True, BITS, INTEGERS, BYTES, jnp.int8(2)], repeat=2):
+        _compare_with_twin("power", x1, x2)
+
+
 @pytest.mark.parametrize("name", ["add", "divide", "maximum"])
 def test_booleans_do_not_change_the_weak_type_of_integers(name):
     for integers in (2, jnp.full(3, 2)):
