@@ -47,8 +47,8 @@ def _promoted(op: str, optional: Sequence[str], arguments: dict[str, Any], integ
     if not integers_stay and not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype("float64" if dtype.itemsize == 8 else "float32")
     if dtypes != {dtype}:
-        # As in JAX, floating arrays determine the dtype of integers, and integers determine the dtype of booleans. That
-        # holds for weakly typed arrays, too.
+        # As in JAX, floating arrays determine the dtype of integers, and integers determine the dtype of booleans, even
+        # if they are weakly typed.
         kinds = (jnp.floating, jnp.integer, jnp.bool_)
         of_kinds = ([a for a in given.values() if jnp.issubdtype(a.dtype, kind)] for kind in kinds)
         decisive = next(filter(None, of_kinds))

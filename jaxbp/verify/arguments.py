@@ -27,7 +27,8 @@ class Arguments:
     """The positional arguments of a function as a flat list of arrays, named by parameter and path.
 
     Attributes:
-      alone: for each array, whether only lists, tuples, and dictionaries contain it, so that it may change alone.
+      alone: for each array, whether only lists, tuples, and dictionaries contain it. The check may then change this
+        array while other arrays keep their values.
     """
 
     names: tuple[str, ...]
@@ -50,7 +51,7 @@ class Arguments:
 
     @property
     def integers(self) -> list[tuple[Any, bool]]:
-        """The arrays that are not floating, and whether they may change alone."""
+        """The arrays that are not floating, each with its entry of `alone`."""
         return [(a, alone) for a, alone in zip(self.leaves, self.alone, strict=True) if not is_float(a)]
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
