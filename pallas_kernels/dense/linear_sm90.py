@@ -236,19 +236,7 @@ def _fastest(configs: Iterable[Config], batch: int, rows: int, columns: int, ste
 
 
 def _product_unsupported(a, b, *, transposed=(False, False), dtype=None):
-    return (
-        _unsupported_operands(a, b, (jnp.bfloat16, jnp.float16, jnp.float32))
-        or (f"transposed={transposed} in float32, only (False, True)" if _is_tf32(a) and transposed != _TF32 else None)
-        or _unsupported_device(_COLUMNS[-1])
-    )
-
-
-_TF32 = False, True
-"""In TF32, the summed axis of both operands is the last (PTX ISA, wgmma)."""
-
-
-def _is_tf32(a):
-    return a.dtype == jnp.float32
+    return _unsupported_operands(a, b, (jnp.bfloat16, jnp.float16, jnp.float32)) or _unsupported_device(_COLUMNS[-1])
 
 
 def _product_heuristic(a, b, *, transposed=(False, False), dtype=None):
@@ -276,11 +264,14 @@ def product(
     Args:
       a: `(batch, rows, summed)`, or `(batch, summed, rows)` if `transposed[0]`, in half precision or float32.
       b: `(batch, summed, columns)`, or `(batch, columns, summed)` if `transposed[1]`, in the dtype of a.
-      transposed: `(False, True)` for float32, which is rounded to TF32.
 
-    The batch of one operand may be 1. Without a batch axis in both, c has none.
+    Float32 operands are rounded to TF32. The batch of one operand may be 1. Without a batch axis in both, c has none.
     """
     batch, rows, columns, summed = _sizes(a, b, transposed)
+    if a.dtype == jnp.float32:
+        # In TF32, the summed axis of both operands must be the last (PTX ISA, wgmma).
+        a, b = jnp.swapaxes(a, -1, -2) if transposed[0] else a, b if transposed[1] else jnp.swapaxes(b, -1, -2)
+        transposed = False, True
     item = Product(config, rows, columns, summed, a.dtype, device.target().multiprocessors, batch)
     matrices = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
     c, _ = _multiply(item, *matrices, transposed=transposed, dtype=dtype or a.dtype, name="product")

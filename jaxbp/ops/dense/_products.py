@@ -64,18 +64,14 @@ def _with_one_batch_axis(x, batch):
 
 def has_tensor_core_kernel(dtype: DTypeLike) -> bool:
     one = jax.ShapeDtypeStruct((1, 1), dtype)
-    return tensor_cores.product.unsupported(one, one, transposed=(False, True)) is None
+    return tensor_cores.product.unsupported(one, one) is None
 
 
 def _multiply(a, b, *, transposed, precision, dtype):
     if on_tensor_cores(a.dtype, precision) and has_tensor_core_kernel(a.dtype):
-        arrays, options = (a, b), dict(transposed=transposed, dtype=dtype)
-        if a.dtype == jnp.float32 and transposed != (False, True):
-            swapped = transposed[0], not transposed[1]
-            arrays = [jnp.swapaxes(x, -1, -2) if swap else x for x, swap in zip(arrays, swapped, strict=True)]
-            options["transposed"] = False, True
+        options = dict(transposed=transposed, dtype=dtype)
         library = functools.partial(formula, precision=precision, **options)
-        return on_gpu(functools.partial(tensor_cores.product, **options), library, *arrays)
+        return on_gpu(functools.partial(tensor_cores.product, **options), library, a, b)
     axes = [0 if len(x) > 1 else None for x in (a, b)]
     a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
     multiply = functools.partial(_on_cuda_cores, transposed=transposed)
