@@ -1,27 +1,36 @@
 """The names of `jaxbp`. `__init__.py` imports each when it is first asked for, type checkers read them here."""
 
 from . import catalogue as catalogue
+from . import circuits as circuits
 from . import nn as nn
 from . import nnx as nnx
-from . import optimizers as optimizers
-from . import precision as precision
 from . import verify as verify
-from .checkpointing import checkpointed as checkpointed
-from .checkpointing import checkpointed_scan as checkpointed_scan
-from .circuits.cellular_circuit import CellularCircuit as CellularCircuit
-from .circuits.circuit import Circuit as Circuit
-from .circuits.circuit import bitwise_gate_layer as bitwise_gate_layer
-from .circuits.circuit import pack_bits as pack_bits
-from .circuits.circuit import unpack_bits as unpack_bits
-from .circuits.convolutional_circuit import ConvolutionalCircuit as ConvolutionalCircuit
-from .circuits.netlist import Netlist as Netlist
-from .logic.automaton_wires import Automaton as Automaton
+from .logic.circuits.cellular_circuit import CellularCircuit as CellularCircuit
+from .logic.circuits.circuit import Circuit as Circuit
+from .logic.circuits.circuit import bitwise_gate_layer as bitwise_gate_layer
+from .logic.circuits.circuit import pack_bits as pack_bits
+from .logic.circuits.circuit import unpack_bits as unpack_bits
+from .logic.circuits.convolutional_circuit import ConvolutionalCircuit as ConvolutionalCircuit
+from .logic.circuits.netlist import Netlist as Netlist
 from .logic.gates import group_sum as group_sum
 from .logic.gates import hard_logits as hard_logits
 from .logic.gates import harden as harden
 from .logic.gates import initial_logits as initial_logits
-from .logic.tree_wires import TreeWires as TreeWires
-from .logic.wires import Wires as Wires
+from .logic.ops.automaton_rollout import automaton_rollout as automaton_rollout
+from .logic.ops.automaton_rollout import automaton_rollout_backward as automaton_rollout_backward
+from .logic.ops.automaton_rollout import automaton_step as automaton_step
+from .logic.ops.automaton_rollout import automaton_step_backward as automaton_step_backward
+from .logic.ops.gate_layer import gate_layer as gate_layer
+from .logic.ops.gate_layer import gate_layer_backward as gate_layer_backward
+from .logic.ops.logic_conv2d import logic_conv2d as logic_conv2d
+from .logic.ops.logic_conv2d import logic_conv2d_backward as logic_conv2d_backward
+from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d as logic_conv2d_or_pool2d
+from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_backward as logic_conv2d_or_pool2d_backward
+from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic_conv2d_or_pool2d_with_indices
+from .logic.ops.logic_conv2d import logic_or_pool2d as logic_or_pool2d
+from .logic.wires.automaton_wires import Automaton as Automaton
+from .logic.wires.tree_wires import TreeWires as TreeWires
+from .logic.wires.wires import Wires as Wires
 from .ops.conv.avg_pool2d import avg_pool2d as avg_pool2d
 from .ops.conv.avg_pool2d import avg_pool2d_backward as avg_pool2d_backward
 from .ops.conv.avg_pool2d import global_avg_pool2d as global_avg_pool2d
@@ -63,18 +72,6 @@ from .ops.dense.mlp_softmax_cross_entropy import (
 )
 from .ops.dense.softmax_cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from .ops.dense.softmax_cross_entropy import softmax_cross_entropy_backward as softmax_cross_entropy_backward
-from .ops.logic.automaton_rollout import automaton_rollout as automaton_rollout
-from .ops.logic.automaton_rollout import automaton_rollout_backward as automaton_rollout_backward
-from .ops.logic.automaton_rollout import automaton_step as automaton_step
-from .ops.logic.automaton_rollout import automaton_step_backward as automaton_step_backward
-from .ops.logic.gate_layer import gate_layer as gate_layer
-from .ops.logic.gate_layer import gate_layer_backward as gate_layer_backward
-from .ops.logic.logic_conv2d import logic_conv2d as logic_conv2d
-from .ops.logic.logic_conv2d import logic_conv2d_backward as logic_conv2d_backward
-from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d as logic_conv2d_or_pool2d
-from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_backward as logic_conv2d_or_pool2d_backward
-from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic_conv2d_or_pool2d_with_indices
-from .ops.logic.logic_conv2d import logic_or_pool2d as logic_or_pool2d
 from .ops.norm.batch_norm import batch_norm as batch_norm
 from .ops.norm.batch_norm import batch_norm_backward as batch_norm_backward
 from .ops.norm.group_norm import group_norm as group_norm
@@ -176,5 +173,9 @@ from .pairing import Implementation as Implementation
 from .pairing import Op as Op
 from .pairing import Pair as Pair
 from .pairing import differentiable as differentiable
+from .training import optimizers as optimizers
+from .training import precision as precision
+from .training.checkpointing import checkpointed as checkpointed
+from .training.checkpointing import checkpointed_scan as checkpointed_scan
 
 __version__: str

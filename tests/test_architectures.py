@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxbp
-from jaxbp.optimizers import fused_adamw
+from jaxbp.training.optimizers import fused_adamw
 from pallas_kernels.core import device
 
 DEVICES = {"9.0": device.HOPPER, "10.0": device.BLACKWELL, "12.0": device.BLACKWELL_RTX}

@@ -95,7 +95,9 @@ def test_checking_and_comparing_know_of_no_op():
 
 
 def test_flax_stays_in_the_layers_and_the_experiments():
-    assert all(path.startswith(("jaxbp/nn/", "jaxbp/nnx/")) for path in importing(["flax"], "jaxbp"))
+    assert all(
+        path.startswith(("jaxbp/nn/", "jaxbp/nnx/", "jaxbp/logic/networks/")) for path in importing(["flax"], "jaxbp")
+    )
 
 
 PRIVATE = [f"pallas_kernels/core/{name}.py" for name in ("launch", "simulator", "source_lines")]
@@ -154,7 +156,7 @@ def folder_graph(graph):
 def test_no_folders_import_each_other():
     sources = {module_of(path): path.read_text() for room in ROOMS for path in files(room) if path.stem != "__init__"}
     folders = folder_graph(import_graph(sources))
-    assert {"jaxbp.ops.conv", "jaxbp.circuits", "jaxbp.common"} <= set(folders)
+    assert {"jaxbp.ops.conv", "jaxbp.logic.circuits", "jaxbp.common"} <= set(folders)
     assert [(a, b) for a in sorted(folders) for b in sorted(folders[a]) if a < b and a in folders[b]] == []
 
 
@@ -208,11 +210,11 @@ TESTED_ELSEWHERE = {
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
     *(
-        f"jaxbp/ops/logic/_{name}"
+        f"jaxbp/logic/ops/_{name}"
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
-    "jaxbp/circuits/convolution",
-    *("jaxbp/common/gradients", "jaxbp/common/options"),
+    "jaxbp/logic/circuits/convolution",
+    *("jaxbp/pairing/gradients", "jaxbp/pairing/options"),
     *(
         f"jaxbp/verify/{name}"
         for name in ("causes", "derivatives", "differences", "exact", "interpreter", "judge", "measurement", "page")

@@ -16,10 +16,10 @@ from experiments.bench import four_coefficients
 from experiments.bench.workloads import GATE_OPERATIONS, Workload
 from jaxbp.catalogue import Case
 from jaxbp.catalogue.cases import CHECKERBOARD
+from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
-from jaxbp.ops.logic.gate_layer import Parametrization
-from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
-from jaxbp.precision import LossScale
+from jaxbp.training.optimizers import FusedOptimizer, apply, fused_adamw
+from jaxbp.training.precision import LossScale
 
 
 def lenet_workload() -> Workload:

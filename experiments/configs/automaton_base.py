@@ -23,7 +23,7 @@ from experiments.data.datasets import Dataset
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
-from jaxbp.optimizers import FusedOptimizer, fused_adamw
+from jaxbp.training.optimizers import FusedOptimizer, fused_adamw
 
 Settings = Mapping[str, Any]
 PUBLISHED: Settings = dict(

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxbp.logic import gates
-from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""

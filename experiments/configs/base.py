@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from experiments.configs.schema import described, matches
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
-from jaxbp.optimizers import FusedOptimizer
-from jaxbp.precision import Policy
+from jaxbp.training.optimizers import FusedOptimizer
+from jaxbp.training.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""

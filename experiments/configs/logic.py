@@ -15,8 +15,8 @@ from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
+from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LogicNetwork, thermometer
-from jaxbp.ops.logic.gate_layer import Parametrization
 
 RECIPES: dict[DatasetName, Recipe] = {
     "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),

@@ -23,8 +23,8 @@ from experiments.configs.base import Range, Recipe
 from experiments.configs.logic import GateConfig
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
+from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, image_thermometer
-from jaxbp.ops.logic.gate_layer import Parametrization
 
 SizeName = Literal["s", "m", "l"]
 

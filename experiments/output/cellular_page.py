@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from experiments.output.cellular_pictures import COLOURS, PALETTES
 from experiments.output.files import write_atomically
 from jaxbp import CellularCircuit
-from jaxbp.circuits.cellular_circuit import pack_grid
+from jaxbp.logic.circuits.cellular_circuit import pack_grid
 
 
 class _Template(string.Template):

@@ -19,8 +19,8 @@ from experiments.configs.base import Augment, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from experiments.training import devices
-from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
-from jaxbp.precision import LossScale
+from jaxbp.training.optimizers import FusedOptimizer, apply, fused_adamw
+from jaxbp.training.precision import LossScale
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
 

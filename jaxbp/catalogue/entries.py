@@ -35,11 +35,11 @@ from jaxbp.catalogue.cases import (
     without_convention,
 )
 from jaxbp.catalogue.schema import BATCH, Argument, Entry, WiresArgument
+from jaxbp.logic.ops import automaton_rollout, gate_layer, logic_conv2d
 from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import embedding, linear, linear_algebra, softmax_cross_entropy
 from jaxbp.ops.dense import linear_softmax_cross_entropy as fused_loss
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
-from jaxbp.ops.logic import automaton_rollout, gate_layer, logic_conv2d
 from jaxbp.ops.norm import batch_norm, group_norm, layer_norm, layer_norm_linear
 from jaxbp.ops.pointwise import (
     activations,

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 import jaxbp
 from jaxbp.common import checks
-from jaxbp.logic.automaton_wires import Automaton
-from jaxbp.logic.tree_wires import TreeWires
-from jaxbp.logic.wires import Wires
+from jaxbp.logic.wires.automaton_wires import Automaton
+from jaxbp.logic.wires.tree_wires import TreeWires
+from jaxbp.logic.wires.wires import Wires
 
 BATCH = "batch"
 

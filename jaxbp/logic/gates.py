@@ -1,6 +1,6 @@
 """Two-input logic gates, and their relaxation to real numbers (docs/logic_gates.md).
 
-A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`. `jaxbp.ops.logic.gate_layer` numbers the functions of
+A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`. `jaxbp.logic.ops.gate_layer` numbers the functions of
 gates.
 """
 

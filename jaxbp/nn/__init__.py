@@ -1,16 +1,16 @@
 """LeNet, the MLP-Mixer, and networks of logic gates."""
 
+from jaxbp.logic.networks.logic_automaton import LogicAutomaton as LogicAutomaton
+from jaxbp.logic.networks.logic_conv import LogicConv2d as LogicConv2d
+from jaxbp.logic.networks.logic_conv import LogicConvNetwork as LogicConvNetwork
+from jaxbp.logic.networks.logic_conv import LogicConvolution as LogicConvolution
+from jaxbp.logic.networks.logic_conv import image_thermometer as image_thermometer
+from jaxbp.logic.networks.logic_network import LogicLayer as LogicLayer
+from jaxbp.logic.networks.logic_network import LogicNetwork as LogicNetwork
+from jaxbp.logic.networks.logic_network import thermometer as thermometer
 from jaxbp.nn.lenet import LeNet as LeNet
 from jaxbp.nn.lenet import MemoryRow as MemoryRow
 from jaxbp.nn.lenet import lenet_memory_table as lenet_memory_table
 from jaxbp.nn.lenet import lenet_saved_tensors as lenet_saved_tensors
-from jaxbp.nn.logic import LogicLayer as LogicLayer
-from jaxbp.nn.logic import LogicNetwork as LogicNetwork
-from jaxbp.nn.logic import thermometer as thermometer
-from jaxbp.nn.logic_automaton import LogicAutomaton as LogicAutomaton
-from jaxbp.nn.logic_conv import LogicConv2d as LogicConv2d
-from jaxbp.nn.logic_conv import LogicConvNetwork as LogicConvNetwork
-from jaxbp.nn.logic_conv import LogicConvolution as LogicConvolution
-from jaxbp.nn.logic_conv import image_thermometer as image_thermometer
 from jaxbp.nn.mixer import Mixer as Mixer
 from jaxbp.nn.mixer import MixerBlock as MixerBlock

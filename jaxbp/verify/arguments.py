@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from jax.tree_util import DictKey, SequenceKey
 
-from jaxbp.common.gradients import positional_names
 from jaxbp.pairing import name_of as name_of
+from jaxbp.pairing.gradients import positional_names
 
 
 def is_float(a: Any) -> bool:

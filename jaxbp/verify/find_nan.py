@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxbp
 import pallas_kernels
-from jaxbp import pairing, reverse_mode
+from jaxbp import pairing
 from jaxbp.pairing import IMPLEMENTATIONS
 from jaxbp.verify.arguments import name_of
 from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes
@@ -20,7 +20,7 @@ from pallas_kernels.core import launch
 from pallas_kernels.core.source_lines import JAX_FOLDER, RuleLines
 
 _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
-_HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__, launch.__file__)
+_HIDDEN = (JAX_FOLDER, "<frozen", __file__, str(Path(pairing.__file__).parent), launch.__file__)
 _SHOWN = 8
 
 

@@ -16,7 +16,7 @@ from jaxbp.common import checks
 from jaxbp.common.numerics import upcast
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Pair, differentiable, given_arguments, saving_arguments
-from jaxbp.sharding import batched
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.conv import depthwise_conv1d as kernels
 from pallas_kernels.core.layouts import LANES
 

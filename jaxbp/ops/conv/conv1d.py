@@ -9,7 +9,6 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.windows import Padding, output_size
 from jaxbp.ops.conv import _depthwise_conv1d as depthwise
 from jaxbp.ops.conv import _layouts as layouts
@@ -17,6 +16,7 @@ from jaxbp.ops.conv import conv2d
 from jaxbp.ops.conv._conv2d_checks import check_shapes
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.pairing import Implementation
+from jaxbp.pairing.gradients import in_dtypes_of
 
 
 def conv1d(

@@ -15,7 +15,7 @@ from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._conv2d_checks import FILTER_AXES, IMAGE_AXES, check, check_channels, options_of
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
-from jaxbp.sharding import batched
+from jaxbp.pairing.mesh import batched
 
 
 def _forward_kernel(x, w, b, **options):

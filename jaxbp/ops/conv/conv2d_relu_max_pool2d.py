@@ -8,17 +8,16 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
-from jaxbp import barriers
-from jaxbp.common import checks
+from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
 from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _filter_matrix, max_pool2d
 from jaxbp.ops.conv._conv2d_checks import check
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90

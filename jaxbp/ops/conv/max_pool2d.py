@@ -7,8 +7,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
-from jaxbp import barriers
-from jaxbp.common import checks
+from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import limit, wide
 from jaxbp.common.windows import (
@@ -22,7 +21,7 @@ from jaxbp.common.windows import (
 )
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
-from jaxbp.sharding import batched
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import unsupported_indices

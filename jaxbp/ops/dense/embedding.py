@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.sharding import batched, on_explicit_axes
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched, on_explicit_axes
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import embedding as kernels

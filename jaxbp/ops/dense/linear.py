@@ -9,10 +9,10 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.ops.dense import _products as products
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
 
 
 def _forward(x, w, b, *, precision):

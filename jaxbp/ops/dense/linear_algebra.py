@@ -16,11 +16,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import cast_like, upcast, wide
 from jaxbp.ops._defaults import XLA_ON_GPU, fused_pair
 from jaxbp.ops.dense._products import PRODUCT
 from jaxbp.pairing import Implementation, Pair, per_implementation
+from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.pointwise.reductions import sum_over
 
 

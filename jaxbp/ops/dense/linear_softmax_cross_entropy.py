@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
-from jaxbp.sharding import mesh_of, sharding_of_rows
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import mesh_of, sharding_of_rows
 from pallas_kernels.core.launch import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 

@@ -13,12 +13,12 @@ from jaxtyping import Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.dense import _products as products
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
-from jaxbp.sharding import Axes, BatchAxes, batched, sharding_of_rows
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import Axes, BatchAxes, batched, sharding_of_rows
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of, summed_like
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of, summed_like
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 

@@ -6,11 +6,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
+from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.norm.statistics import inverse_root
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over

@@ -8,11 +8,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.norm.statistics import inverse_root
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over

@@ -10,10 +10,10 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed

@@ -11,14 +11,14 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.ops.dense._products import parameter_gradients_in_float32
 from jaxbp.ops.dense.linear import forward_in_float32, linear
 from jaxbp.ops.norm import layer_norm
 from jaxbp.ops.norm.layer_norm import row_statistics, rows
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear as kernels

@@ -8,13 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxbp import barriers
-from jaxbp.common import checks
-from jaxbp.common.gradients import in_dtypes_of
+from jaxbp.common import barriers, checks
 from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.ops._defaults import XLA_ON_GPU
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, given_arguments
-from jaxbp.sharding import Axes
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import Axes
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxbp import barriers
-from jaxbp.common import checks
+from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
+from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 

@@ -13,12 +13,12 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
-from jaxbp.common.gradients import in_dtypes_of, summed_like
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
-from jaxbp.sharding import batched
+from jaxbp.pairing.gradients import in_dtypes_of, summed_like
+from jaxbp.pairing.mesh import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]

@@ -12,10 +12,10 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
-from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import cast_like, select, upcast
 from jaxbp.ops.pointwise._reductions import LOGSUMEXP, MAX, MEAN, MIN, SUM, VAR, count_of, included_count
 from jaxbp.pairing import Implementation
+from jaxbp.pairing.gradients import in_dtypes_of
 
 Axis = int | Sequence[int] | None
 AnyReduced = Float[AnyArray, "*reduced"]

@@ -14,7 +14,7 @@ from flax import nnx
 from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints
 from experiments.training.checkpoints import Checkpoint
-from jaxbp.precision import LossScale
+from jaxbp.training.precision import LossScale
 
 STATE = {
     "params": {"weight": jnp.arange(6.0).reshape(2, 3), "half": jnp.array([0.1, -3], jnp.bfloat16)},

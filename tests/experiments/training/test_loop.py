@@ -11,7 +11,7 @@ from experiments.configs import LogicConfig
 from experiments.data import augmentation
 from experiments.training import loop as training
 from experiments.training.loop import TIMINGS, TrainState
-from jaxbp.precision import LossScale
+from jaxbp.training.precision import LossScale
 
 
 def run(config, dataset=None, state=None, epochs_done=0):

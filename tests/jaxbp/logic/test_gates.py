@@ -11,7 +11,7 @@ import jaxbp
 from jaxbp import Wires
 from jaxbp.logic import gates as logic_gates
 from jaxbp.logic.gates import COEFFICIENTS, PARAMETERS, TRUTH_TABLES, relaxed_gates
-from jaxbp.ops.logic import gate_layer
+from jaxbp.logic.ops import gate_layer
 
 BOOLEAN = [
     lambda a, b: False,

@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close, cuda_program, in_float64, normal, on_the_cpu, skipped_outputs
 
 from jaxbp import Wires
-from jaxbp.ops.logic import gate_layer as op
+from jaxbp.logic.ops import gate_layer as op
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxbp
-from jaxbp.ops.logic import _automaton_kernels as arrays_of
+from jaxbp.logic.ops import _automaton_kernels as arrays_of
 from pallas_kernels.logic import banks
 
 CHECKERBOARD = (8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8])

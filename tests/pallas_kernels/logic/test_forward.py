@@ -4,7 +4,7 @@ import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
 
 from jaxbp import Wires
-from jaxbp.ops.logic.gate_layer import _graph
+from jaxbp.logic.ops.gate_layer import _graph
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated

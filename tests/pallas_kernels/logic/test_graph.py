@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jaxbp import Wires
-from jaxbp.ops.logic.gate_layer import _graph
+from jaxbp.logic.ops.gate_layer import _graph
 
 
 @pytest.fixture(params=[(5, 6), (6, 6), (8, 4)], ids=str)

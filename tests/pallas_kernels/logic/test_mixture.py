@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close, cuda_program, in_float64, normal, on_the_cpu
 
 from jaxbp.logic import gates
-from jaxbp.ops.logic.gate_layer import _TABLE
+from jaxbp.logic.ops.gate_layer import _TABLE
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import mixture as kernels
 

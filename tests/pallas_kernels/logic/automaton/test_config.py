@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxbp
-from jaxbp.ops.logic import _automaton_kernels as arrays_of
+from jaxbp.logic.ops import _automaton_kernels as arrays_of
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.logic.automaton import kernels
 

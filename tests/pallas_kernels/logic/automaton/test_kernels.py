@@ -8,8 +8,8 @@ from helpers import assert_close, cuda_program, in_float64
 
 import jaxbp
 from jaxbp.logic.gates import softmax
-from jaxbp.ops.logic import _automaton_formula as formula
-from jaxbp.ops.logic import _automaton_kernels as arrays_of
+from jaxbp.logic.ops import _automaton_formula as formula
+from jaxbp.logic.ops import _automaton_kernels as arrays_of
 from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic.automaton import kernels

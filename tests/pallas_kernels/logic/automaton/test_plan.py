@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 import jaxbp
-from jaxbp.ops.logic import _automaton_kernels as arrays_of
+from jaxbp.logic.ops import _automaton_kernels as arrays_of
 
 SIZES = {
     "checkerboard": (8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8]),

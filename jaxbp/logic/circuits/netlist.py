@@ -1,0 +1,375 @@
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int, Shaped, UInt8
+
+from jaxbp.common import checks
+from jaxbp.common.content import ByContent
+from jaxbp.logic.circuits.circuit import Circuit, outputs_of_samples
+from jaxbp.logic.circuits.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
+from jaxbp.logic.gates import GATES
+
+_OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
+FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
+GATES_AT_A_TIME = 4096
+"""The approximate number of gates per block of outputs. Their values should fit into the CPU's cache."""
+TABULATED_LEAVES = 10
+_LEAF = np.array([False, True])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Netlist(ByContent):
+    """A circuit as a list of gates, in which each gate comes after the gates that it reads.
+
+    A source is an input or a gate: number i means input i, and `inputs + g` means gate g. `of` and `from_gates` sort
+    the gates by depth (the number of gates on the longest path from an input), then by function.
+
+    Attributes:
+      gates: the function of each gate, 0 to 15.
+      a, b: the two sources that each gate reads.
+      results: the source of each output.
+      groups: the range `(begin, end)` of each group of gates with equal depth and function.
+    """
+
+    inputs: int
+    gates: UInt8[np.ndarray, " gates"]
+    a: Int[np.ndarray, " gates"]
+    b: Int[np.ndarray, " gates"]
+    results: Int[np.ndarray, " outputs"]
+    groups: Sequence[tuple[int, int]]
+
+    @classmethod
+    def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
+        """Make a netlist from gates, each after the gates that it reads.
+
+        `gates` has the number of each gate's function, 0 to 15. a, b, and `outputs` have sources (see `Netlist`).
+
+        Raises:
+          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is out of
+            range.
+        """
+        checks.count("Netlist", "inputs", inputs)
+        vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
+        gates, a, b, outputs = vectors
+        if not gates.size == a.size == b.size:
+            raise ValueError(
+                f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
+                "wants one a and one b per gate"
+            )
+        if not outputs.size:
+            raise ValueError("Netlist: there are no outputs; wants at least one output")
+        place = inputs + np.arange(gates.size)
+        _check_below("gates", gates, np.full(gates.size, GATES), "the number of functions")
+        _check_below("a", a, place, "the source of the gate itself")
+        _check_below("b", b, place, "the source of the gate itself")
+        _check_below("outputs", outputs, np.full(outputs.size, inputs + gates.size), "the number of sources")
+
+        depth = [0] * inputs
+        for i, j in zip(a.tolist(), b.tolist(), strict=True):
+            depth.append(1 + max(depth[i], depth[j]))
+        return cls._sorted(int(inputs), gates.astype(np.uint8), a, b, outputs, [gates, depth[inputs:]])
+
+    @classmethod
+    def _sorted(cls, inputs, gates, a, b, outputs, keys):
+        order = np.lexsort(keys)
+        keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
+        now_at = np.arange(inputs + gates.size)
+        now_at[inputs + order] = inputs + np.arange(gates.size)
+        starts = [0, *(1 + np.flatnonzero(np.diff(keys).any(axis=0))).tolist()] if gates.size else []
+        return cls(
+            inputs=inputs,
+            gates=gates[order],
+            a=now_at[a[order]],
+            b=now_at[b[order]],
+            results=now_at[outputs],
+            groups=tuple(zip(starts, [*starts, gates.size][1:], strict=True)),
+        )
+
+    @classmethod
+    def of(cls, circuit: Circuit) -> "Netlist":
+        listed = GateList(circuit.inputs)
+        sources = np.arange(circuit.inputs)
+        for gates, wires in circuit.layers:
+            sources = listed.add(gates, sources[np.asarray(wires.a)], sources[np.asarray(wires.b)])
+        return listed.netlist(sources)
+
+    @property
+    def outputs(self) -> int:
+        return self.results.size
+
+    def __len__(self) -> int:
+        return self.gates.size
+
+    def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+        return outputs_of_samples(self, bits)
+
+    def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
+        """Return the outputs for samples packed into words of any unsigned dtype, one bit per sample. A NumPy x gives a
+        NumPy array."""
+        if x.shape[:1] != (self.inputs,):
+            raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
+        shape = (self.inputs + len(self), *x.shape[1:])
+        if isinstance(x, np.ndarray):
+            values = np.empty(shape, x.dtype)
+            values[: self.inputs] = x
+        else:
+            values = jnp.zeros(shape, x.dtype).at[: self.inputs].set(x)
+        for begin, end in self.groups:
+            y = FUNCTIONS[self.gates[begin]](values[self.a[begin:end]], values[self.b[begin:end]])
+            rows = slice(self.inputs + begin, self.inputs + end)
+            if isinstance(x, np.ndarray):
+                values[rows] = y
+            else:
+                values = values.at[rows].set(y)
+        return values[self.results]
+
+    def histogram(self) -> np.ndarray:
+        """Return the number of gates with each function, `(16,)`."""
+        return np.bincount(self.gates, minlength=GATES)
+
+    def simplify(self) -> "Netlist":
+        """Return a netlist that computes the same function with fewer gates.
+
+        - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
+          the two sources of another gate reads these sources directly.
+        - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources.
+        - Gates become one gate if their truth tables are equal. The tables' variables are up to ten inputs or gates.
+        - Gates on which no output depends are removed.
+        """
+        builder = _Builder(self.inputs)
+        literals = [2 * (1 + i) for i in range(self.inputs)]
+        for function, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True):
+            literals.append(builder.literal(function, literals[a], literals[b]))
+        return builder.netlist([literals[source] for source in self.results.tolist()])
+
+    def cones(self) -> list[list[int]]:
+        """Return, for each output, the indices of the gates on which it depends, in topological order."""
+        cones = []
+        for result in self.results.tolist():
+            cone, found = set(), [result - self.inputs]
+            while found:
+                gate = found.pop()
+                if gate >= 0 and gate not in cone:
+                    cone.add(gate)
+                    found += (int(self.a[gate]) - self.inputs, int(self.b[gate]) - self.inputs)
+            cones.append(sorted(cone))
+        return cones
+
+    def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
+        return [
+            EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
+            for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
+        ]
+
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
+        """Return C99 source as described in `Circuit.to_c`."""
+        check_c("Netlist", name, classes, self.outputs)
+        tables, results, rows = self.tables()
+        return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
+
+    def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
+        """Return the gates as tables of the C code, the row of each output, and the number of rows.
+
+        Rows are counted from memory row `first`, so that input i is in row i. The outputs are divided into blocks. One
+        table has all gates of equal depth and function whose values are first needed for the same block.
+        """
+        netlist = self._by_outputs()
+        row, rows = netlist._rows()
+        numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
+        tables = [
+            Table(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
+            for begin, end in netlist.groups
+        ]
+        return tables, row[netlist.results].tolist(), rows
+
+    def _by_outputs(self) -> "Netlist":
+        blocks = max(1, len(self) // GATES_AT_A_TIME)
+        block = np.full(self.inputs + len(self), blocks)
+        np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
+        for begin, end in reversed(self.groups):
+            for sources in (self.a, self.b):
+                np.minimum.at(block, sources[begin:end], block[self.inputs + begin : self.inputs + end])
+        depth = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
+        keys = [depth, block[self.inputs :]]
+        return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
+
+    def to_verilog(self, name: str = "circuit") -> str:
+        """Return a Verilog module as described in `Circuit.to_verilog`."""
+        check_verilog("Netlist", name)
+        names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
+        expressions = self.expressions(names, "1'b0", "1'b1")
+        lines = [f"wire gate{g} = {expression};" for g, expression in enumerate(expressions)]
+        lines += [f"assign y[{i}] = {names[source]};" for i, source in enumerate(self.results.tolist())]
+        return verilog_of(name, self.inputs, self.outputs, lines)
+
+    def _rows(self) -> tuple[np.ndarray, int]:
+        last_read = np.zeros(self.inputs + len(self), int)
+        for group, (begin, end) in enumerate(self.groups):
+            last_read[self.inputs + begin : self.inputs + end] = group
+            last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
+        last_read[: self.inputs] = last_read[self.results] = len(self.groups)
+        read_last_by = [[] for _ in range(len(self.groups) + 1)]
+        for source, group in enumerate(last_read.tolist()):
+            read_last_by[group].append(source)
+        row, rows, free = np.arange(self.inputs + len(self)), self.inputs, []
+        for (begin, end), last in zip(self.groups, read_last_by[:-1], strict=True):
+            for source in range(self.inputs + begin, self.inputs + end):
+                if not free:
+                    free.append(rows)
+                    rows += 1
+                row[source] = free.pop()
+            free.extend(row[last].tolist())
+        return row, rows
+
+
+class GateList:
+    def __init__(self, inputs: int):
+        self.inputs, self.sources, self.listed = inputs, inputs, []
+
+    def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
+        """Add gates with the functions `gates`, which read the sources a and b (see `Netlist`). Return the new gates'
+        sources."""
+        gates, a, b = np.broadcast_arrays(gates, a, b)
+        self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
+        begin, self.sources = self.sources, self.sources + a.size
+        return np.arange(begin, self.sources).reshape(a.shape)
+
+    def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
+        """Add one copy of the gates of `netlist` per vector along the last axis of `inputs`.
+
+        The vector has the sources that the copy reads as inputs. Return the sources of the copies' outputs,
+        `(*places, outputs)`.
+        """
+        places = inputs.shape[:-1]
+        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
+        sources = np.concatenate([inputs, new], axis=-1)
+        self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
+        return sources[..., netlist.results]
+
+    def netlist(self, outputs: ArrayLike) -> "Netlist":
+        functions, a, b = np.concatenate([np.empty((3, 0), int), *self.listed], axis=1)
+        return Netlist.from_gates(self.inputs, functions, a, b, outputs)
+
+
+class _Builder:
+    """A netlist that is simplified while gates are added.
+
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
+    and literal `2 * n + 1` is its inversion. Gates are in a normal form, so that equal gates are found: a gate reads
+    two nodes in ascending order, depends on both, and is 0 if both are 0.
+    """
+
+    def __init__(self, inputs: int):
+        self.inputs = inputs
+        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
+        # node -> variables (leaves) of its truth table, and the table. A node with too many leaves is its only leaf.
+        self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
+        self.node_of: dict[Any, int] = {
+            (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
+        }
+        self.node_of[(), bytes(1)] = 0
+
+    def literal(self, function: int, a: int, b: int) -> int:
+        """Return the literal (node or inverted node) that equals `function` of the literals a and b. Add a gate if no
+        such literal exists."""
+        nodes = {a >> 1, b >> 1} - {0}
+        sources = {node: self._sources(node) for node in nodes}
+        # Replace nodes by the nodes that they read, if at most two nodes remain.
+        choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
+        leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
+        first, second, *_ = [*sorted(leaves), 0, 0]
+        function = FUNCTIONS[function](self._function(a, first, second), self._function(b, first, second)) & 15
+        if leaves != nodes:
+            return self.literal(function, 2 * first, 2 * second)
+        inverted = function >> 3
+        if function >> 2 == function & 3:  # does not depend on the first literal
+            first = 0
+        if function >> 1 & 5 == function & 5:  # nor on the second literal
+            second = 0
+        if not (first and second):
+            return 2 * (first or second) + inverted
+        return 2 * self._node((function ^ 15 * inverted, first, second)) + inverted
+
+    def _sources(self, node: int) -> set[int]:
+        return set(self.gates[node][1:]) if node in self.gates else {node}
+
+    def _function(self, literal: int, first: int, second: int) -> int:
+        """Return the number of the function, 0 to 15, by which a literal (node or inverted node) depends on the nodes
+        `first` and `second`."""
+        node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
+        if node not in functions:
+            function, *sources = self.gates[node]
+            functions[node] = FUNCTIONS[function](*(functions[source] for source in sources)) & 15
+        return functions[node] ^ 15 * (literal & 1)
+
+    def _node(self, gate: tuple[int, int, int]) -> int:
+        if gate not in self.node_of:
+            new = 1 + self.inputs + len(self.gates)
+            leaves, table = self._table(gate) or ((new,), _LEAF)
+            node = self.node_of[gate] = self.node_of.setdefault((leaves, table.tobytes()), new)
+            if node == new:
+                self.gates[node], self.tables[node] = gate, (leaves, table)
+        return self.node_of[gate]
+
+    def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
+        function, *nodes = gate
+        leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
+        if len(leaves) > TABULATED_LEAVES:
+            return None
+        table = FUNCTIONS[function](
+            *(self.tables[node][1].reshape([1 + (leaf in self.tables[node][0]) for leaf in leaves]) for node in nodes)
+        )
+        for axis in reversed(range(len(leaves))):
+            zero, one = np.moveaxis(table, axis, 0)
+            if np.array_equal(zero, one):
+                table = zero
+                del leaves[axis]
+        return tuple(leaves), table
+
+    def netlist(self, outputs: Sequence[int]) -> Netlist:
+        plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
+        live = plain | inverted
+        for node in reversed(self.gates):
+            if node in live:
+                live.update(self._sources(node))
+        turned = (inverted - plain) & self.gates.keys()
+        source_of = {2 * (1 + i): i for i in range(self.inputs)}  # literal -> source
+        gates = []
+
+        def add(literal, function, a, b):
+            source_of[literal] = self.inputs + len(gates)
+            gates.append((function, a, b))
+
+        for node, (function, first, second) in self.gates.items():
+            if node in live:
+                of = FUNCTIONS[function](3 ^ 15 * (first in turned), 5 ^ 15 * (second in turned)) & 15
+                a, b = (source_of[2 * source + (source in turned)] for source in (first, second))
+                add(2 * node + (node in turned), of ^ 15 * (node in turned), a, b)
+        for literal in outputs:
+            if literal <= 1 and literal not in source_of:
+                add(literal, 15 * literal, 0, 0)
+            elif literal not in source_of:
+                add(literal, 12, source_of[literal - 1], source_of[literal - 1])
+        functions, a, b = np.array(gates, int).reshape(-1, 3).T
+        return Netlist.from_gates(self.inputs, functions, a, b, [source_of[literal] for literal in outputs])
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
+    values = np.asarray(values)
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(
+            f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a vector of integers"
+        )
+    return values.astype(np.int64)
+
+
+def _check_below(name: str, values: np.ndarray, bounds: np.ndarray, bound: str) -> None:
+    if (wrong := np.flatnonzero((values < 0) | (values >= bounds))).size:
+        i = wrong[0]
+        raise ValueError(f"Netlist: {name}[{i}] is {values[i]}; wants at least 0 and below {bounds[i]}, {bound}")

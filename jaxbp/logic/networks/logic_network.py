@@ -1,0 +1,134 @@
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Required, TypedDict, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Shaped
+
+from jaxbp.common.checks import AnyArray
+from jaxbp.logic.circuits.circuit import Circuit
+from jaxbp.logic.gates import Parametrization, check_tau, hard_logits, harden, initial_logits
+from jaxbp.logic.ops.gate_layer import gate_layer
+from jaxbp.logic.wires.wires import Wires
+from jaxbp.pairing import Implementation
+
+Wiring = Callable[[int, int, int], Wires]
+
+
+def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
+    """Return the bits `x > t` for each feature and each threshold t, in x's dtype. The bits of a feature are adjacent.
+
+    If x is floating, the thresholds are rounded to x's dtype.
+    """
+    x = jnp.asarray(x)
+    thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
+    return (x[..., None] > thresholds).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+class GateOptions(TypedDict, total=False):
+    """The keyword arguments of every layer of gates (see `LogicLayer`)."""
+
+    initialization: Literal["normal", "residual"]
+    parametrization: Parametrization
+    residual_logit: float | None
+    implementation: Implementation
+    dtype: DTypeLike
+    rngs: Required[nnx.Rngs]
+
+
+class Gates(nnx.Module):
+    """Base class of layers of gates, with logits `(*shape, parameters)`."""
+
+    def __init__(
+        self,
+        wires: Any,
+        shape: tuple[int, ...],
+        *,
+        parametrization: Parametrization = "softmax",
+        implementation: Implementation = None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        **initial: Any,
+    ):
+        logits = initial_logits(rngs.params(), math.prod(shape), parametrization=parametrization, **initial)
+        self.logits = nnx.Param(logits.reshape(*shape, -1))
+        self.wires = nnx.Variable(wires)
+        self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
+
+    def harden(self) -> Array:
+        """Return the number of each gate's most probable function."""
+        return harden(self.logits[...], self.parametrization)
+
+    def _apply(self, op, x, *, hard, **options):
+        logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
+        options |= dict(parametrization=self.parametrization, implementation=self.implementation)
+        return op(logits, self.wires.get_value(), x.astype(self.dtype), **options)
+
+
+class LogicLayer(Gates):
+    """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
+
+    Args:
+      initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
+      implementation: as in `jaxbp.gate_layer`.
+      dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
+    """
+
+    def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
+        super().__init__(wires, (wires.gates,), **options)
+
+    def __call__(
+        self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
+    ) -> Float[Array, "*batch results"]:
+        """Return the gates' outputs, or with `groups` their sums, as in `jaxbp.gate_layer`.
+
+        With `hard`, each gate computes its most probable function.
+        """
+        return self._apply(gate_layer, x, hard=hard, groups=groups)
+
+
+class LogicNetwork(nnx.Module):
+    """Layers of gates. A class score is the sum over a group of outputs of the last layer, divided by tau.
+
+    Args:
+      widths: the number of gates in each layer. The last width is a multiple of the number of classes.
+      wiring: a function `wiring(inputs, gates, seed)` that makes the wires of a layer.
+      options: as in `LogicLayer`.
+
+    Raises:
+      ValueError: tau is not a number above 0, or `wiring` cannot make layers of these widths.
+
+    Source: as in `jaxbp.gate_layer`.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        classes: int,
+        *,
+        tau: float = 1.0,
+        wiring: Wiring = Wires.unique,
+        seed: int = 0,
+        **options: Unpack[GateOptions],
+    ):
+        check_tau("LogicNetwork", tau)
+        self.layers = nnx.List(
+            LogicLayer(wiring(reads, gates, seed + i), **options)
+            for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))
+        )
+        self.classes, self.tau = classes, tau
+
+    def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
+        """Return the class scores. With `hard`, x must be 0 or 1, and each gate computes its most probable function."""
+        *layers, last = self.layers
+        for layer in layers:
+            x = layer(x, hard=hard)
+        return last(x, hard=hard, groups=self.classes) / self.tau
+
+    def harden(self) -> Circuit:
+        """Return a circuit in which each gate computes its most probable function, without the sums of class scores."""
+        return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

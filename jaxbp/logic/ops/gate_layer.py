@@ -1,0 +1,318 @@
+"""Differentiable logic gates: layers of two-input gates whose functions are learned.
+
+A gate computes one of 16 functions of two bits, relaxed to numbers between 0 and 1:
+
+    0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
+    1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
+    2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
+    3  a         7  a + b - ab   11  1 - b + ab           15  True
+
+The bits of a function's number, from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxbp.common import barriers, checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast
+from jaxbp.logic import gates
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.ops import _gates
+from jaxbp.logic.wires.wires import Wires
+from jaxbp.pairing import (
+    Implementation,
+    Op,
+    Pair,
+    differentiable,
+    given_arguments,
+    per_implementation,
+    saving_arguments,
+)
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.logic import backward as backward_kernels
+from pallas_kernels.logic import backward_along_trail
+from pallas_kernels.logic import forward as forward_kernel
+from pallas_kernels.logic.graph import Graph
+from pallas_kernels.logic.mixture import mixture, mixture_gradient
+
+
+def _forward(coefficients, wires, x, *, groups=None):
+    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, upcast(_features_first(x))), x), groups)
+
+
+def _grouped(y, groups):
+    return y if groups is None else gates.group_sum(upcast(y), groups)
+
+
+def _of_gates(dy, wires, x):
+    rows = _features_first(dy.astype(x.dtype))
+    return jnp.repeat(rows, wires.gates // len(rows), axis=0)
+
+
+def _mixed(coefficients, inputs, x):
+    y = _gates.mixed(coefficients.T, *inputs)
+    return _features_last(y.astype(x.dtype), x.shape[:-1])
+
+
+def _inputs_of_gates(wires, rows):
+    return rows[wires.a], rows[wires.b]
+
+
+def _gradients(dy, coefficients, wires, x, *, groups=None):
+    rows, dy = upcast(_features_first(x)), upcast(_of_gates(dy, wires, x))
+    dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
+    return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
+
+
+def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
+
+    def forward(coefficients, x):
+        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
+
+    dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
+    return dc, None, dx
+
+
+def _copies_of_inputs(wires, rows):
+    # Autodiff adds the gradients of separate copies in a fixed order, but a scatter's order varies on a GPU. If few
+    # rows have most consumers, the copies need too much memory.
+    if _gates.few_have_most(wires):
+        return _inputs_of_gates(wires, rows)
+    copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
+    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
+
+
+def _copies_read(wires):
+    places = np.arange(2 * wires.gates, dtype=np.int32)
+    row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
+    turn = places - wires.offsets[2 * row]
+    return jnp.zeros_like(row).at[wires.consumers].set(row * wires.max_fan_out + turn, unique_indices=True)
+
+
+def _features_first(x):
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
+    # On a CPU, XLA then stores each feature as a row, and does not gather single elements.
+    return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
+
+
+def _features_last(x, shape):
+    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
+
+
+@functools.partial(jax.jit, inline=True)
+def _as_rows(x):
+    # A vector has one memory layout, so the barrier fixes it. A program with a layout constraint is not exportable.
+    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
+
+
+def _forward_kernel(coefficients, wires, x, *, groups=None):
+    y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
+    return _grouped(batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates), groups)
+
+
+def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
+    dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
+    dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
+    return dc.astype(coefficients.dtype), None, dx
+
+
+def _fastest_gradients(dy, coefficients, graph, x):
+    arrays = dy, coefficients, graph, x
+    by_input = backward_kernels.gradients_by_input
+    for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
+        if kernel.pays(*arrays):
+            return on_gpu(kernel, by_input, *arrays)
+    if backward_kernels.input_gradient.pays(*arrays) and backward_kernels.coefficients_gradient.pays(dy, graph, x):
+        return on_gpu(_gradients_by_two_kernels, by_input, *arrays)
+    return by_input(*arrays)
+
+
+def _gradients_by_two_kernels(dy, coefficients, graph, x):
+    dx = backward_kernels.input_gradient(dy, coefficients, graph, x)
+    return dx, backward_kernels.coefficients_gradient(dy, graph, x)
+
+
+def _graph(wires):
+    return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
+
+
+def _examples_last(x):
+    return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+_TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
+
+
+def _where_it_pays(kernel, formula):
+    def function(*arrays):
+        if not kernel.pays(*arrays, table=_TABLE):
+            return formula(*arrays)
+        return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
+
+    return differentiable(function, formula, batched(0, 1))
+
+
+_SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
+_SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
+
+
+_GATES_BACKWARD = Op(
+    "gates_backward",
+    {
+        "xla": differentiable(_gradients, _gradients_by_autodiff),
+        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
+    },
+)
+_GATES = Op(
+    "gates",
+    {
+        "xla": functools.partial(Pair(_forward, _GATES_BACKWARD, name="gates"), implementation="xla"),
+        "pallas": functools.partial(
+            Pair(differentiable(_forward_kernel, _forward, batched(2)), _GATES_BACKWARD, name="gates"),
+            implementation="pallas",
+        ),
+    },
+)
+COEFFICIENTS = {
+    "softmax": Pair(
+        gates.softmax,
+        {"xla": gates.softmax_backward, "pallas": _SOFTMAX_BACKWARD_KERNEL},
+        save={
+            "xla": functools.partial(saving_arguments, gates.softmax),
+            "pallas": functools.partial(saving_arguments, _SOFTMAX_KERNEL),
+        },
+        residuals=given_arguments,
+        name="softmax_gates",
+    ),
+    # Parametrizations without sums over the 16 functions are as fast in XLA as in a kernel.
+    **{
+        name: Pair(
+            functools.partial(gates.of_rows, parametrization=name),
+            dict.fromkeys(("pallas", "xla"), functools.partial(gates.of_rows_backward, parametrization=name)),
+            name=f"{name}_gates",
+        )
+        for name in gates.BASES
+    },
+}
+
+
+def _layer(parameters, wires, x, *, parametrization, groups, implementation):
+    coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
+    return _GATES(coefficients, wires, x, groups=groups, implementation=implementation)
+
+
+def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
+    # dc stays in float32 or wider, because its sum over the batch could overflow in half precision.
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
+    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
+
+
+def _definition(parameters, wires, x, *, parametrization, groups):
+    if parametrization != "softmax":
+        return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
+    wide = upcast(x)
+    functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
+    weights = lax.broadcast_to_rank(jax.nn.softmax(upcast(parameters)), functions.ndim)
+    return _grouped(jnp.sum(weights * functions, axis=-1).astype(x.dtype), groups)
+
+
+def _definition_backward(dy, parameters, wires, x, **options):
+    return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
+
+
+_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
+_GATE_LAYER_BACKWARD = _public_op(
+    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+)
+
+
+def gate_layer(
+    logits: Float[AnyArray, "gates parameters"],
+    wires: Wires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    parametrization: Parametrization = "softmax",
+    groups: int | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch results"]:
+    """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
+
+    Here `wires` gives gate g the inputs a and b. The module's docstring lists the functions op_i. They are linear in a
+    and in b, so `y = c0 + c1 a + c2 b + c3 ab`.
+
+    Args:
+      logits: possibly in a wider dtype than x.
+      x: numbers between 0 and 1.
+      parametrization: the meaning of the logits.
+        "softmax": 16 logits, one per function.
+        "input_wise": 4 numbers, one per row of the truth table, whose sigmoid is the gate's value in this row.
+        "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The gate's value in a row of the truth
+          table is the sigmoid of the weighted sum. Between 0 and 1, y interpolates these values, unlike in the source.
+      groups: the number of groups of neighboring gates whose values are summed, as in `jaxbp.group_sum`, or None.
+
+    Returns:
+      y, in x's dtype, or with `groups` in float32 or wider.
+
+    Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
+    al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
+    2026.
+    """
+    logits, x = _check("gate_layer", logits, wires, x, parametrization, groups)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return _GATE_LAYER(logits, wires, x, **options)
+
+
+def gate_layer_backward(
+    dy: Float[AnyArray, "*batch results"],
+    logits: Float[AnyArray, "gates parameters"],
+    wires: Wires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    parametrization: Parametrization = "softmax",
+    groups: int | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "gates parameters"], Float[Array, "*batch inputs"]]:
+    """Gradients of `gate_layer`. With p the softmax of a gate's logits, and c and op_i as in `gate_layer`,
+
+        dlogits_i = Σ_batch dy p_i (op_i - y)
+        da = dy Σ_i p_i ∂op_i/∂a = dy (c1 + c3 b)
+        db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
+        dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
+
+    docs/logic_gates.md derives dlogits from `dc = Σ_batch dy (1, a, b, ab)`. In other parametrizations,
+    `dlogits_i = Σ_k dc_k ∂c_k/∂logits_i`. With `groups`, a gate's dy is its group's dy.
+    """
+    op = "gate_layer_backward"
+    arguments = logits, x
+    logits, x = _check(op, logits, wires, x, parametrization, groups)
+    like_y = x if groups is None else upcast(x)
+    dy, promoted = checks.floating(op, dy=dy, x=like_y)
+    x = x if promoted.dtype == like_y.dtype else promoted
+    checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
+    options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
+    return in_dtypes_of(arguments, _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options))
+
+
+def _check(op, logits, wires, x, parametrization, groups):
+    if not isinstance(wires, Wires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
+    (logits,) = checks.only_floating(op, logits=logits)
+    (x,) = checks.only_floating(op, x=x)
+    gates.check_parameters(op, logits, wires.gates, parametrization)
+    if x.ndim == 0 or x.shape[-1] != wires.inputs:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
+    if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
+        raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of {wires.gates}, the number of gates")
+    return logits, x

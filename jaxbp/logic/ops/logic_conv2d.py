@@ -1,0 +1,352 @@
+"""Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
+
+A tree of depth d reads `2^d` leaves, which are positions in a window of its input.
+"""
+
+import functools
+import math
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Integer
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast
+from jaxbp.common.windows import (
+    Padding,
+    PoolOptions,
+    Size,
+    Windows,
+    fits,
+    output_size,
+    require_fit,
+    window_padding,
+    with_pool_options,
+)
+from jaxbp.logic import gates
+from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.ops import _trees
+from jaxbp.logic.ops.gate_layer import COEFFICIENTS
+from jaxbp.logic.wires.tree_wires import TreeWires
+from jaxbp.ops.conv import max_pool2d
+from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.logic import tree_windows, trees, trees_input_gradient
+
+
+def _forward(coefficients, wires, x, *, stride, padding, pool):
+    padded = jnp.moveaxis(upcast(_padded(x, padding)), 0, -1)
+    y, indices = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
+    return _examples_first((y.astype(x.dtype), indices))
+
+
+def _gradients(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    dy, indices, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, indices, _padded(x, padding)))
+    dc, dx = _trees.gradients(upcast(dy), indices, coefficients, wires, upcast(padded), stride=stride, pool=pool)
+    return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
+
+
+def _padded(x, padding):
+    return jnp.pad(x, ((0, 0), (0, 0), *padding))
+
+
+def _cropped(dx, x, padding):
+    (top, _), (left, _) = padding
+    return dx[:, :, top : top + x.shape[2], left : left + x.shape[3]]
+
+
+def _examples_first(arrays):
+    return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), arrays)
+
+
+def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
+    options = dict(window=wires.window, stride=stride, pool=pool)
+    y, indices = trees.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
+    return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, indices))
+
+
+def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    geometry = dict(stride=stride, padding=padding, pool=pool)
+    kernel, formula = (functools.partial(f, **geometry) for f in (_gradients_on_gpu, _gradients))
+    return on_gpu(kernel, formula, dy, indices, coefficients, wires, x)
+
+
+def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    dy, indices = jax.tree.map(batch_last, (dy, indices))
+    geometry = dict(window=wires.window, stride=stride, pool=pool)
+    dc, dleaves = trees.leaf_gradients(dy, indices, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
+    dx = trees_input_gradient.input_gradient(
+        dleaves, indices, wires.leaves, wires.readers, wires.reader_offsets, **geometry
+    )
+    return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
+
+
+def _padded_last(x, padding):
+    return jnp.pad(batch_last(x), ((0, 0), *padding, (0, 0)))
+
+
+def _save(forward, coefficients, wires, x, **options):
+    y, indices = forward(coefficients, wires, x, **options)
+    return (y, indices), (indices, coefficients, wires, x)
+
+
+def _pair(forward):
+    return Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
+
+
+_TREES_BACKWARD = Op(
+    "trees_backward",
+    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched(0, 1, 4))},
+)
+_TREES = Op(
+    "trees",
+    {
+        "xla": functools.partial(_pair(_forward), implementation="xla"),
+        "pallas": functools.partial(
+            _pair(differentiable(_forward_kernel, _forward, batched(2))), implementation="pallas"
+        ),
+    },
+)
+
+
+def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
+    coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
+    return _TREES(coefficients, wires, x, implementation=implementation, **options)
+
+
+def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization, implementation, **options):
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # as in `gate_layer`
+    dc, _, dx = _TREES_BACKWARD(dy, indices, pair.forward(wide), wires, x, implementation=implementation, **options)
+    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
+
+
+def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
+    wide = upcast(_padded(x, padding))
+    rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+    channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
+    row = row + stride[0] * jnp.arange(rows)[None, None, :, None]
+    column = column + stride[1] * jnp.arange(columns)[None, None, None]
+    values, first = wide[:, channel, row, column], 0  # (batch, kernels, leaves, rows, columns)
+    while (count := values.shape[2] // 2) > 0:
+        of_level = parameters[:, first : first + count, None, None]
+        values, first = _gates(of_level, values[:, :, ::2], values[:, :, 1::2], parametrization), first + count
+    y = values[:, :, 0].astype(x.dtype)
+    if pool == (1, 1):
+        return y, None
+    return max_pool2d.autodiff(y, windows=_or_pool(y, pool))
+
+
+def _gates(parameters, a, b, parametrization):
+    if parametrization == "softmax":
+        functions = jnp.stack(gates.relaxed_gates(a, b), axis=-1)
+        weights = lax.broadcast_to_rank(jax.nn.softmax(upcast(parameters)), functions.ndim)
+        return jnp.sum(weights * functions, axis=-1)
+    coefficients = COEFFICIENTS[parametrization].forward(parameters)
+    c0, c1, c2, c3 = jnp.moveaxis(lax.broadcast_to_rank(coefficients, a.ndim + 1), -1, 0)
+    return c0 + c1 * a + (c2 + c3 * a) * b
+
+
+def _definition_backward(dy, indices, parameters, wires, x, *, pool, **options):
+    def at_indices(parameters, x):
+        y, _ = _definition(parameters, wires, x, pool=(1, 1), **options)
+        return y if indices is None else max_pool2d.select(y, indices, windows=_or_pool(y, pool))
+
+    return jax.vjp(at_indices, parameters, x)[1](dy)
+
+
+def _or_pool(y, pool):
+    return Windows(y.shape[2:], pool, stride=pool)
+
+
+def _unsupported(*arrays, stride, padding, pool, **options):
+    wires, x = arrays[-2:]
+    rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
+        return "2^31 or more leaves of all trees, positions and examples"
+    return tree_windows.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
+
+
+_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
+_LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **per_implementation(_convolution)})
+_LOGIC_CONV2D_BACKWARD = _public_op(
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **per_implementation(_convolution_backward)}
+)
+
+
+def logic_conv2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """Convolution of relaxed logic gates: `y[n, k, i, j]` is the output of kernel k's tree of gates on its window at
+    (i, j).
+
+    Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
+    stride and p the padding. The r-th gate of a level takes the values 2 r and 2 r + 1 of the previous level as its
+    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes
+    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
+
+    Args:
+      stride, padding: as in `conv2d`, also for y's height and width.
+      implementation: "pallas" supports depths up to 4.
+      Other arguments and dtype: as in `gate_layer`.
+
+    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    """
+    return _call("logic_conv2d", logits, wires, x, 1, stride, padding, parametrization, implementation)[0]
+
+
+def logic_conv2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d`, from the root of each tree to its leaves.
+
+    For a gate with the coefficients c of `gate_layer`, whose value has the gradient dy,
+
+        da = dy (c1 + c3 b)
+        db = dy (c2 + c3 a)
+        dc = Σ over examples and positions of dy (1, a, b, ab)
+
+    dlogits follows from dc as in `gate_layer_backward`. dx at a position is the sum of the gradients of all leaves that
+    read it.
+    """
+    op = "logic_conv2d_backward"
+    arguments = logits, x
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
+    gradients = _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
+    return in_dtypes_of(arguments, gradients)
+
+
+def logic_conv2d_or_pool2d(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> Float[Array, "batch kernels out_height out_width"]:
+    """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
+
+    Args:
+      pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored.
+        `implementation="pallas"` supports windows of up to 9 positions.
+      Other arguments, dtype, and source: as in `logic_conv2d`.
+    """
+    op = "logic_conv2d_or_pool2d"
+    return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
+
+
+def logic_conv2d_or_pool2d_with_indices(
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
+    """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the position of each window's first maximum, as
+    in `max_pool2d_with_indices`."""
+    op = "logic_conv2d_or_pool2d_with_indices"
+    y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
+    return y, jnp.zeros(y.shape, jnp.uint8) if indices is None else indices
+
+
+def logic_conv2d_or_pool2d_backward(
+    dy: Float[AnyArray, "batch kernels out_height out_width"],
+    indices: Integer[AnyArray, "batch kernels out_height out_width"],
+    logits: Float[AnyArray, "kernels gates parameters"],
+    wires: TreeWires,
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    pool: Size = 2,
+    stride: Size = 1,
+    padding: Padding = 0,
+    parametrization: Parametrization = "softmax",
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
+    """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
+    in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
+
+    `indices` come from `logic_conv2d_or_pool2d_with_indices`. An index outside of its window gives an undefined result.
+    """
+    op = "logic_conv2d_or_pool2d_backward"
+    arguments = logits, x
+    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
+    indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
+    if options["pool"] == (1, 1):
+        indices = None
+    backward = _LOGIC_CONV2D_BACKWARD.named(op)
+    gradients = backward(dy, indices, logits, wires, x, implementation=implementation, **options)
+    return in_dtypes_of(arguments, gradients)
+
+
+@with_pool_options
+def logic_or_pool2d(
+    x: Float[AnyArray, "batch channels height width"],
+    pool: Size = 2,
+    *,
+    implementation: Implementation = None,
+    **options: Unpack[PoolOptions],
+) -> Float[Array, "batch channels out_height out_width"]:
+    """Return the "or" of the bits in each window, relaxed to their maximum: `max_pool2d` with the window `pool`.
+
+    Source: as in `logic_conv2d`.
+    """
+    return max_pool2d.pool("logic_or_pool2d", x, pool, implementation, **options)[0]
+
+
+def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
+    logits, x, options = _check(op, logits, wires, x, pool, stride, padding, parametrization)
+    return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
+
+
+def _check(op, logits, wires, x, pool, stride, padding, parametrization):
+    if not isinstance(wires, TreeWires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
+    (logits,) = checks.only_floating(op, logits=logits)
+    (x,) = checks.only_floating(op, x=x)
+    gates.check_parameters(op, logits, wires.gates, parametrization, kernels=(wires.kernels,))
+    checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
+    stride = checks.pair(op, "stride", stride)
+    padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
+    require_fit(op, "window", wires.window, x.shape[2:], padding)
+    size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
+    pool = checks.pair(op, "pool", pool)
+    if not fits(pool, size, ((0, 0), (0, 0))):
+        raise ValueError(
+            f"{op}: pool is {pool[0]} x {pool[1]}; wants at most {size[0]} x {size[1]}, the number of positions"
+        )
+    return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+
+
+def _check_gradient(op, dy, logits, wires, x, *options):
+    logits, x, options = _check(op, logits, wires, x, *options)
+    dy, x = checks.floating(op, dy=dy, x=x)
+    size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
+    checks.shape(op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True)))
+    return dy, logits, x, options

@@ -1,0 +1,4 @@
+"""Optimizer updates, mixed precision, and rematerialization."""
+
+from jaxbp.training import optimizers as optimizers
+from jaxbp.training import precision as precision
