@@ -17,15 +17,7 @@ class Config:
 RULE = Config(rows=8)
 
 
-def unsupported(x, *, window):
-    return f"window={window}" if window == (3, 3) else None
-
-
-def heuristic(x, *, window):
-    return RULE if x.size > 1 else None
-
-
-@tiles.kernel(unsupported=unsupported, heuristic=heuristic)
+@tiles.kernel(plan=lambda x, *, window: f"window={window}" if window == (3, 3) else RULE)
 def kernel(x, *, window, config):
     """Return the config."""
     return config
@@ -34,25 +26,16 @@ def kernel(x, *, window, config):
 X = jnp.zeros((4, 128))
 
 
-def test_the_config_is_the_heuristics_or_the_one_that_is_asked_for():
-    assert kernel(X, window=(2, 2)) == RULE
+def test_the_config_is_the_planned_one_or_the_one_that_is_asked_for():
+    assert kernel.plan(X, window=(2, 2)) == kernel(X, window=(2, 2)) == RULE
+    assert kernel.unsupported(X, window=(2, 2)) is None
     assert kernel(X, window=(2, 2), config=Config(1)) == Config(1)
 
 
 def test_what_a_kernel_does_not_take_is_refused_by_name():
-    assert kernel.unsupported(X, window=(3, 3)) == "window=(3, 3)"
-    assert not kernel.pays(X, window=(3, 3))
+    assert kernel.unsupported(X, window=(3, 3)) == kernel.plan(X, window=(3, 3)) == "window=(3, 3)"
     with pytest.raises(NotImplementedError, match=r"^test_tiles.kernel: does not take window=\(3, 3\)$"):
         kernel(X, window=(3, 3), config=RULE)
-
-
-def test_where_a_kernel_does_not_pay_it_wants_a_config():
-    one = jnp.zeros(1)
-    assert kernel.unsupported(one, window=(2, 2)) is None
-    assert kernel.pays(X, window=(2, 2)) and not kernel.pays(one, window=(2, 2))
-    with pytest.raises(NotImplementedError, match=r"^test_tiles.kernel: config is None; wants a config, .* is faster$"):
-        kernel(one, window=(2, 2))
-    assert kernel(one, window=(2, 2), config=RULE) == RULE
 
 
 @pytest.mark.parametrize(
@@ -67,7 +50,7 @@ def test_where_a_kernel_does_not_pay_it_wants_a_config():
     ],
 )
 def test_a_kernel_refuses_architectures_that_it_is_not_written_for(written_for, found, reason):
-    kernel = tiles.kernel(heuristic=lambda x: RULE, capability=written_for)(lambda x, *, config: config)
+    kernel = tiles.kernel(plan=lambda x: RULE, capability=written_for)(lambda x, *, config: config)
     with targeting(dataclasses.replace(HOPPER, capability=found)):
         assert kernel.unsupported(X) == reason
 
