@@ -221,8 +221,6 @@ TESTED_ELSEWHERE = {
     ),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
     "jaxbp/catalogue/cases",
-    "experiments/public_functions",
-    *(f"experiments/fuzz/{name}" for name in ("cases", "program", "reproducer", "transformations", "work")),
     # CI lacks these libraries.
     *(f"experiments/bench/peers/{name}" for name in ("causal_conv1d", "cudnn", "liger", "quack", "tokamax", "torch")),
 }

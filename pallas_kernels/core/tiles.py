@@ -1,4 +1,4 @@
-"""A kernel with a plan: a function that returns the config for given arguments, or why the kernel does not support them.
+"""A kernel with a plan: a function that returns the config for given arguments, or why they are unsupported.
 
     def _plan(x, *, window): ...                      # returns Config(rows=2), or "a window of 100"
 

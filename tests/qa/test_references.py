@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.fuzz.references import REFERENCES
+from tests.qa.references import REFERENCES
 
 NAN = np.nan
 VALUES = [[2.0, 1.0, 2.0], [1.0, NAN, NAN], [-np.inf, -np.inf, -np.inf]]

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import kill, train
+from experiments import train
 from experiments.output.errors import BrokenRun
 from experiments.training import checkpoints, curves
+from tests.qa import kill
 
 ROOT = Path(__file__).parents[2]
 EPOCHS = 60

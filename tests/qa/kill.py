@@ -46,7 +46,7 @@ class KillConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    return run_command(run, KillConfig, "experiments.kill", args)
+    return run_command(run, KillConfig, "tests.qa.kill", args)
 
 
 def run(config: KillConfig, _: str) -> int:

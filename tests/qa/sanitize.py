@@ -1,7 +1,7 @@
 """Run the kernels of every op under NVIDIA's compute-sanitizer, in one process per op and tool.
 
     pip install nvidia-cuda-sanitizer-api
-    python -m experiments.sanitize relu conv2d --tools memcheck racecheck
+    python -m tests.qa.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
 separately, because XLA's memory pool would hide accesses beyond its end. Processes sometimes die at exit, or hang in
@@ -114,7 +114,7 @@ class SanitizeConfig:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    return run_command(run, SanitizeConfig, "experiments.sanitize", args)
+    return run_command(run, SanitizeConfig, "tests.qa.sanitize", args)
 
 
 def run(config: SanitizeConfig, command: str) -> int:
@@ -185,7 +185,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]
-    command = [sanitizer, *options, sys.executable, "-m", "experiments.sanitize", name, "--child"]
+    command = [sanitizer, *options, sys.executable, "-m", "tests.qa.sanitize", name, "--child"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     environment = os.environ | ENVIRONMENT | {"XLA_FLAGS": flags}
     start = time.perf_counter()

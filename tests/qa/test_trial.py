@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.fuzz.program import Program
-from experiments.fuzz.trial import Trial
 from jaxbp.catalogue import CATALOGUE, Argument, Case
 from jaxbp.common.numerics import upcast
 from jaxbp.pairing import Pair
 from jaxbp.verify.arguments import take_apart
+from tests.qa.programs import Program
+from tests.qa.trial import Trial
 
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 

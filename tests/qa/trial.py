@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.fuzz.program import Program
-from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.verify import TOLERANCES, CheckRow, Tolerance
 from jaxbp.verify.arguments import Arguments
 from jaxbp.verify.judge import Judge
 from jaxbp.verify.points import Point, generator, normal
 from jaxbp.verify.programs import Programs
 from jaxbp.verify.reference import Expected, Reference
+from tests.qa.programs import SECOND_ORDER, Program
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)

@@ -1,19 +1,20 @@
-"""Draw programs, which are JAX transformations of ops with random options, and their data."""
+"""Random programs, which are JAX transformations of ops with random options, and their data."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.fuzz.cases import draw_case, takes
-from experiments.fuzz.references import REFERENCES
-from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
 from jaxbp.catalogue import Argument, Case, Entry, FixedArgument
 from jaxbp.common.checks import KERNEL_DTYPES
 from jaxbp.verify.arguments import Arguments, bind, take_apart
+from tests.qa.cases import Draws, draw_case
+from tests.qa.references import REFERENCES
 
 DATA = (
     "normal",
@@ -32,6 +33,45 @@ DATA = (
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 
+def plain(function):
+    return function
+
+
+def vmapped(function):
+    return lambda *values: jax.vmap(function)(*map(_and_half, values))
+
+
+def vmapped_in_one(function):
+    def vmapped(first, *others):
+        return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
+
+    return vmapped
+
+
+def scanned(function):
+    def total(*values):
+        def tick(totals, values):
+            return [total + y for total, y in zip(totals, function(*values), strict=True)], None
+
+        zeros = [jnp.zeros(y.shape, y.dtype) for y in jax.eval_shape(function, *values)]
+        return jax.lax.scan(tick, zeros, [*map(_and_half, values)])[0]
+
+    return total
+
+
+def _and_half(a):
+    return jnp.stack([a, a / 2])
+
+
+SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
+TRANSFORMATIONS = {
+    **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
+    "rematerialised": jax.checkpoint,
+    "donated": plain,  # `Trial` donates the arguments
+    **dict.fromkeys(SECOND_ORDER, plain),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     entry: Entry
@@ -43,6 +83,13 @@ class Program:
     """Whether matrix products of float32 arrays use float32, not TF32."""
     invalid_labels: bool = False
     """Whether some labels are not valid classes."""
+
+    def __repr__(self) -> str:
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("entry", "case")}
+        return f"{self.entry.name}{self.case.arguments}, {dict(self.case.options)}, {settings}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
     @property
     def kink_convention(self) -> bool:
@@ -138,36 +185,17 @@ class Program:
         return TRANSFORMATIONS[self.transformation](function)
 
 
-def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:
-    random = np.random.default_rng([seed, number])
-    entry = entries[random.integers(len(entries))]
-    shares = {"pallas": 0.6, "xla": 0.15, None: 0.25} if on_gpu else {"pallas": 0.04, "xla": 0.6, None: 0.36}
-    implementation = list(shares)[random.choice(3, p=list(shares.values()))]
+@st.composite
+def programs(draw: Callable, entries: Sequence[Entry], on_gpu: bool) -> Program:
+    random = Draws(draw)
+    entry = random.choice(entries)
+    implementation = random.choice(
+        [*["xla"] * 3, None, None, "pallas"] if not on_gpu else ["pallas", "pallas", "xla", None]
+    )
     dtypes = [*entry.kernel_dtypes, "float64"] if implementation != "pallas" else entry.kernel_dtypes or KERNEL_DTYPES
-    dtype = str(random.choice(dtypes))
-    transformation = str(random.choice(list(TRANSFORMATIONS)))
-    exact = bool(random.random() < 0.8) or dtype != "float32"
+    dtype, transformation = random.choice(dtypes), random.choice(list(TRANSFORMATIONS))
+    exact = random.random() > 0.2 or dtype != "float32"
     case = draw_case(random, entry)
     has_labels = "cross_entropy" in entry.name and any(getattr(a, "below", None) for a in case.leaves)
-    return Program(entry, case, dtype, implementation, transformation, exact, has_labels and random.random() < 0.5)
-
-
-def smaller(program: Program) -> list[Program]:
-    found = []
-    if program.transformation != "plain":
-        found.append(dataclasses.replace(program, transformation="plain"))
-    shapes = [a.shape for a in program.case.arguments if isinstance(a, Argument)]
-    if any(isinstance(a, FixedArgument) for a in program.case.arguments):
-        return found
-    for size in sorted({size for shape in shapes for size in shape if size > 1}, reverse=True):
-        for less in (1, size // 2):
-            arguments = [
-                a
-                if isinstance(a, FixedArgument) or a.dtype == jnp.uint32
-                else dataclasses.replace(a, shape=tuple(less if n == size else n for n in a.shape))
-                for a in program.case.arguments
-            ]
-            case = dataclasses.replace(program.case, arguments=tuple(arguments))
-            if takes(program.entry.function, case):
-                found.append(dataclasses.replace(program, case=case))
-    return found
+    invalid_labels = has_labels and random.random() < 0.5
+    return Program(entry, case, dtype, implementation, transformation, exact, invalid_labels)

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import sanitize
+from tests.qa import sanitize
 
 FAKE = """#!{python}
 import os, subprocess, sys, time
 if sys.argv[1:] == ["--version"]:
     sys.exit(print("NVIDIA (R) Compute Sanitizer\\nVersion 2026.4.0.0 (build 1) (public-release)"))
-tool, op = sys.argv[2], sys.argv[sys.argv.index("experiments.sanitize") + 1]
+tool, op = sys.argv[2], sys.argv[sys.argv.index("tests.qa.sanitize") + 1]
 assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform" and "--child" in sys.argv
 if op == "tanh" or op == "log" and not os.path.exists(sys.argv[0] + ".ran"):
     open(sys.argv[0] + ".ran", "w")

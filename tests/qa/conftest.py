@@ -1,0 +1,1 @@
+from tests.experiments.conftest import toy_config as toy_config
