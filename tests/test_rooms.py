@@ -214,7 +214,7 @@ TESTED_ELSEWHERE = {
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
     "jaxbp/logic/circuits/convolution",
-    *("jaxbp/pairing/gradients", "jaxbp/pairing/options"),
+    *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(
         f"jaxbp/verify/{name}"
         for name in ("causes", "derivatives", "differences", "exact", "interpreter", "judge", "measurement", "page")
@@ -231,6 +231,7 @@ OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "wrong_backwards")),
     *(f"jaxbp/verify/test_planted_mistakes{name}" for name in ("", "_by_data")),
     "experiments/training/test_damage",
+    "jaxbp/pairing/test_pair_under_vmap",
     "experiments/bench/peers/test_init",
 }
 

@@ -1,49 +1,25 @@
-"""Pair a function with a hand-written backward, and choose among its implementations (docs/api.md)."""
+"""Pair a function with its hand-written backward."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxbp.common import checks
-from jaxbp.pairing.gradients import Kinds, by_autodiff, of_floating, positional_names
-from jaxbp.pairing.mapped_axis import mapped_axis_first
-from jaxbp.pairing.mesh import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
-from jaxbp.pairing.options import Options, remembered
-from jaxbp.pairing.reverse_mode import linear_call, reverse_mode_only
-from pallas_kernels.core import device
+from jaxbp.common.numerics import weakly_typed
+from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
+from jaxbp.pairing.mesh import BatchAxes, over_devices
+from jaxbp.pairing.op import DefaultImplementation, Implementation, Op, Options, name_of, remembered
+from jaxbp.pairing.primitives import linear_call, mapped_axis_first, reverse_mode_only
 from pallas_kernels.core.launch import unify_varying_axes
-
-IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
-
-Implementation = Literal["pallas", "xla", "autodiff"] | None
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclasses.dataclass(frozen=True)
-class DefaultImplementation:
-    """The implementations that `implementation=None` selects.
-
-    Attributes:
-      gpu: for GPUs that run the kernels.
-      older_gpu: for other GPUs, and instead of the kernel if it does not support the arguments or the mesh.
-      elsewhere: for other platforms.
-    """
-
-    gpu: str = "pallas"
-    older_gpu: str = "xla"
-    elsewhere: str = "xla"
 
 
 def differentiable(
@@ -73,192 +49,6 @@ def differentiable(
         return bind(Options(options))(*arrays)
 
     return wrapped
-
-
-class Op(Generic[P, R]):
-    """A pure function with several implementations. A call selects one with `implementation=`.
-
-    Args:
-      name: as shown in error messages and compiled programs.
-      implementations: maps names to `function(*arrays, **options)`. `implementation=None` calls the function under the
-        key None if there is one, else the one that `default` names. Options are static and hashable.
-      unsupported: a function of `(*arrays, **options)` that returns why "pallas" does not support them, or None.
-      default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
-      partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not, a mesh excludes the
-        kernel from `implementation=None`.
-      sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results are sharded like this
-        function's results. By default, they are sharded as with `implementation="autodiff"`.
-      jit: whether to compile each call outside of transformations, which saves time on the host. The implementations
-        then receive tracers.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        implementations: Mapping[Implementation, Callable[P, R]],
-        *,
-        unsupported: Callable[..., str | None] | None = None,
-        default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
-        partitioned: bool = False,
-        sharded_like: Callable | None = None,
-        jit: bool = False,
-    ):
-        if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
-            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
-            raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants only names among {wanted}")
-        made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
-        self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
-        self.name = name
-        self.implementations = dict(implementations)
-        self.unsupported = functools.partial(_unsupported, unsupported)
-        self.default = default or DefaultImplementation()
-        self.partitioned, self.sharded_like = partitioned, sharded_like
-        self._built = remembered(self._build)
-        self._compiled = remembered(self._compile) if jit else None
-        self._renamed: dict[str, Op[P, R]] = {}
-
-    @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-    @overload
-    def __call__(self, *args: Any, implementation: Implementation, **kwargs: Any) -> R: ...
-
-    def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
-        """Call the selected implementation.
-
-        Raises:
-          TypeError: an option is not hashable.
-          ValueError: the implementation is unknown.
-          NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
-        """
-        if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # `_run` raises an error again, without JAX's messages about tracing and hashing.
-            with contextlib.suppress(NotImplementedError, TypeError, ValueError):
-                return self._compiled(implementation, Options(options))(*arrays)
-        with _within(self.name):
-            return self._run(arrays, implementation, options)
-
-    def _run(self, arrays: tuple, implementation: Implementation, options: Mapping[str, Any]) -> Any:
-        arrays = unify_varying_axes(arrays)
-        if on_explicit_axes(arrays) and (like := self._sharded_like(implementation, options)):
-            run = lambda *arrays: self._run(arrays, implementation, options)  # noqa: E731
-            return with_automatic_axes(run, like, arrays)
-        if implementation is None and None not in self.implementations:
-            return self._by_platform(arrays, options)
-        if implementation not in (*IMPLEMENTATIONS, None):
-            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
-            raise ValueError(f"{self.name}: implementation is {implementation!r}; wants {wanted}, or None")
-        if implementation == "pallas" and (reason := self.unsupported(*arrays, **options)):
-            raise NotImplementedError(
-                f"{self.name}: implementation='pallas' does not take {reason}; wants 'xla', 'autodiff', or None"
-            )
-        if implementation not in self.implementations:
-            has = ", ".join(map(repr, self.implementations))
-            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; wants one of {has}")
-        return self._bind(implementation, options)(*arrays)
-
-    def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
-            return self.sharded_like
-        return self._bind("autodiff", options)
-
-    def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        default = self.default
-        if callable(default):
-            default = DefaultImplementation() if _has_symbolic_sizes(arrays) else default(*arrays, **options)
-        gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
-        if gpu == "pallas" and not (
-            device.kernels_run()
-            and (self.partitioned or mesh_of(arrays) is None)
-            and self.unsupported(*arrays, **options) is None
-        ):
-            gpu = older_gpu
-        if gpu == elsewhere:
-            return self._bind(gpu, options)(*arrays)
-        # JAX may lower a function for the CPU of a machine with a GPU.
-        return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
-
-    def _compile(self, implementation: Implementation, options: Options) -> Callable:
-        def run(*arrays):
-            with _within(self.name):
-                return self._run(arrays, implementation, options.values)
-
-        return jax.jit(run)
-
-    def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
-        return self._scoped(implementation, functools.partial(self.implementations[implementation], **options.values))
-
-    def _scoped(self, implementation: str | None, function: Callable) -> Callable:
-        function = function if implementation is None else jax.named_scope(implementation)(function)
-        return jax.named_scope(self.name)(function)
-
-    def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        try:
-            return self._built(implementation, Options(options), _CALLED.get() or self.name)
-        except TypeError:
-            for name, value in options.items():
-                _require_hashable(self.name, name, value)
-            raise
-
-    def _available(self, implementation: str) -> str:
-        return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
-
-    def named(self, name: str) -> "Op[P, R]":
-        """Return the op with this name in error messages. Calls with equal names return the same object."""
-        if name not in self._renamed:
-            maker, arguments = self._made_of
-            self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
-        return self._renamed[name]
-
-    def __reduce__(self):
-        # Pickle needs the constructor's functions at the top level of a module.
-        return _made_again, (type(self), *self._made_of)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
-
-
-def _unsupported(by_op: Callable[..., str | None] | None, *arrays: Any, **options: Any) -> str | None:
-    if _has_symbolic_sizes(arrays):
-        return "arrays of symbolic sizes"
-    return by_op and by_op(*arrays, **options)
-
-
-def _has_symbolic_sizes(arrays: Any) -> bool:
-    return checks.is_symbolic(*itertools.chain(*(jnp.shape(a) for a in jax.tree.leaves(arrays))))
-
-
-def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -> Op:
-    op = object.__new__(kind)
-    maker.__init__(op, **arguments)
-    return op
-
-
-_CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-"""The op that the user called."""
-
-
-@contextlib.contextmanager
-def _within(name: str) -> Iterator[None]:
-    token = _CALLED.set(_CALLED.get() or name)
-    try:
-        yield
-    finally:
-        _CALLED.reset(token)
-
-
-def _require_hashable(op: str, name: str, value: Any) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        is_array = isinstance(value, Array | np.ndarray)
-        got = "an array" if is_array else f"a {type(value).__name__}"
-        why = "options are static" + ("; pass arrays by position" if is_array else "")
-        raise TypeError(f"{op}: {name} is {got}; wants a hashable value, because {why}") from None
-
-
-def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    return {name: functools.partial(function, implementation=name) for name in implementations}
 
 
 class Pair(Op[P, R]):
@@ -365,7 +155,7 @@ class Pair(Op[P, R]):
         if self._linear:
 
             def call_linear(x):
-                kinds = Kinds.of((x,))
+                kinds = _Kinds.of((x,))
                 return linear_call(forward, lambda dy: self._checked(kinds, backward(dy))[0], x)
 
             return self._scoped(implementation, call_linear)
@@ -374,7 +164,7 @@ class Pair(Op[P, R]):
 
         def save_with_kinds(*arrays):
             y, saved = mapped_axis_first(*_named(name, arrays, *save(*arrays)))
-            return y, (saved, Kinds.of(arrays))
+            return y, (saved, _Kinds.of(arrays))
 
         def gradients(saved, dy):
             saved, kinds = saved
@@ -384,14 +174,14 @@ class Pair(Op[P, R]):
 
         return self._scoped(implementation, lambda *arrays: call(*reverse_mode_only(arrays, name)))
 
-    def _checked(self, kinds: Kinds, gradients: Any) -> tuple:
-        return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)
+    def _checked(self, kinds: "_Kinds", gradients: Any) -> tuple:
+        return kinds.checked(f"{self.name}_backward", self.forward, gradients)
 
     def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
         save, backward = self._rules[implementation]
         saved = self._residuals(*arrays, **options) if self._residuals else save(*arrays, **options)[1]
         found = backward(dy, *saved, **options)
-        return found if self._linear else of_floating(self._checked(Kinds.of(arrays), found), arrays)
+        return found if self._linear else of_floating(self._checked(_Kinds.of(arrays), found), arrays)
 
     def _vjp_by_autodiff(self, dy: Any, *arrays: Any, **options: Any) -> Any:
         forward = functools.partial(self.forward, **options)
@@ -450,7 +240,75 @@ def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))
 
 
-def name_of(function: Callable) -> str:
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype | None
+    weak_type: bool
+
+    @classmethod
+    def of(cls, path: tuple, a: Any) -> "_Leaf":
+        is_array = hasattr(a, "dtype") and hasattr(a, "shape")
+        kind = (a.shape, a.dtype, jax.typeof(a).weak_type) if is_array else (None, None, False)
+        return cls(jax.tree_util.keystr(path), *kind)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Kinds:
+    """The structures, shapes, and dtypes of an op's arguments, which its gradients must match."""
+
+    leaves: tuple[_Leaf, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, arguments: tuple) -> "_Kinds":
+        leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
+        return cls(tuple(_Leaf.of(path[1:], a) for path, a in leaves), structure)
+
+    def checked(self, op: str, forward: Callable, gradients: Any) -> tuple:
+        kinds = self.structure.unflatten(self.leaves)
+        names = lambda: positional_names(forward, len(kinds))  # noqa: E731
+        if isinstance(gradients, list):
+            raise TypeError(f"{op}: returns a list; wants a tuple with one gradient for each of {', '.join(names())}")
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        if len(gradients) != len(kinds):
+            wanted = f"wants {len(kinds)}, one gradient for each of {', '.join(names())}"
+            raise ValueError(f"{op}: returns {len(gradients)} gradients; {wanted}")
+        checked = []
+        for i, (kind, gradient) in enumerate(zip(kinds, gradients, strict=True)):
+            checked.append(_checked(op, lambda i=i: names()[i], kind, gradient))
+        return tuple(checked)
+
+
+def _checked(op: str, name: Callable[[], str], kinds: Any, gradient: Any) -> Any:
+    if kinds is None or gradient is None:
+        return gradient
+    leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)
+    try:
+        parts = structure.flatten_up_to(kinds)
+    except ValueError:
+        parts = [()]
+    if not all(g is None or isinstance(kind, _Leaf) for g, kind in zip(leaves, parts, strict=True)):
+        has, wanted = (jax.tree.structure(tree) for tree in (gradient, kinds))
+        raise ValueError(f"{op}: the gradient of {name()} has structure {has}; wants {wanted}, as {name()}")
+    found = []
+    for g, kind in zip(leaves, parts, strict=True):
+        if g is not None and kind.dtype is not None:
+            dtype, is_integer = jnp.result_type(g), not jnp.issubdtype(kind.dtype, jnp.inexact)
+            wanted = jax.dtypes.float0 if is_integer else kind.dtype
+            if dtype != wanted or (jnp.shape(g) != kind.shape and not is_integer):
+                raise _mismatch(op, f"{name()}{kind.path}", kind, g, dtype, is_integer)
+        found.append(weakly_typed(g, kind.dtype) if g is not None and kind.weak_type else g)
+    return structure.unflatten(found)
+
+
+def _mismatch(op: str, name: str, kind: _Leaf, gradient: Any, dtype: np.dtype, is_integer: bool) -> Exception:
+    if is_integer:
+        wanted = f"but {name} has dtype {kind.dtype}; wants None"
+        return TypeError(f"{op}: the gradient of {name} has dtype {dtype}, {wanted}")
+    if jnp.shape(gradient) != kind.shape:
+        has = jnp.shape(gradient)
+        return ValueError(f"{op}: the gradient of {name} has shape {has}; wants {kind.shape}, the shape of {name}")
+    return TypeError(f"{op}: the gradient of {name} has dtype {dtype}; wants {kind.dtype}, the dtype of {name}")

@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 import jaxbp
 from jaxbp import DefaultImplementation, Op, Pair
 from jaxbp.pairing import per_implementation
-from jaxbp.pairing.options import REMEMBERED
+from jaxbp.pairing.op import REMEMBERED
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 

@@ -1,4 +1,4 @@
-"""Forward mode and linear functions with a hand-written backward (docs/architecture.md)."""
+"""Primitives that change how JAX differentiates and batches a pair, and leave values as they are."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,22 +12,43 @@ from jax.interpreters import ad, batching, mlir
 from pallas_kernels.core.launch import remat_rules
 
 
+def _identity(name: str, evaluate: Callable | None = None, batch: Callable | None = None) -> Primitive:
+    """Return a primitive whose results are its arguments. `evaluate` replaces its evaluation and its lowering."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate or (lambda *arrays, **_: list(arrays)))
+    primitive.def_abstract_eval(lambda *arrays, **_: list(arrays))
+    mlir.register_lowering(primitive, evaluate or (lambda context, *arrays, **_: list(arrays)))
+    batching.primitive_batchers[primitive] = batch or (lambda arrays, axes, **kw: (primitive.bind(*arrays, **kw), axes))
+    return primitive
+
+
+def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
+    """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis, also
+    where it is a residual.
+
+    A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
+    assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error.
+    """
+    # One primitive per array, so that JAX can remove arrays that a program does not use.
+    moved = {id(a): _mapped_axis_first_p.bind(a)[0] for a in jax.tree.leaves(results)}
+    return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))
+
+
+_mapped_axis_first_p = _identity(
+    "mapped_axis_first",
+    batch=lambda arrays, axes: (_mapped_axis_first_p.bind(jnp.moveaxis(arrays[0], axes[0], 0)), [0]),
+)
+ad.deflinear2(_mapped_axis_first_p, lambda cotangents, *arrays: cotangents)
+
+
 def reverse_mode_only(arrays: Any, op: str) -> Any:
     """Return the arrays unchanged, but make forward-mode differentiation raise an error that names the op."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 
 
-_reverse_mode_only_p = Primitive("reverse_mode_only")
-_reverse_mode_only_p.multiple_results = True
-_reverse_mode_only_p.def_impl(lambda *arrays, op: list(arrays))
-_reverse_mode_only_p.def_abstract_eval(lambda *arrays, op: list(arrays))
-mlir.register_lowering(_reverse_mode_only_p, lambda context, *arrays, op: list(arrays))
-batching.primitive_batchers[_reverse_mode_only_p] = lambda arrays, axes, op: (
-    _reverse_mode_only_p.bind(*arrays, op=op),
-    axes,
-)
-
+_reverse_mode_only_p = _identity("reverse_mode_only")
 # The forward pass of `jax_remat3` evaluates the forward rule of a `custom_vjp`, which has a forward mode.
 remat_rules[_reverse_mode_only_p] = lambda trace, *arrays, op: (
     list(arrays),
@@ -51,15 +72,10 @@ def _refuse(*_, op: str, **__) -> None:
     raise TypeError(f'{op}: has no forward mode, because its backward is hand-written; use implementation="autodiff"')
 
 
-_tangents_p = Primitive("reverse_mode_only_tangents")
-_tangents_p.multiple_results = True
-_tangents_p.def_impl(_refuse)
-_tangents_p.def_abstract_eval(lambda *tangents, op: list(tangents))
-mlir.register_lowering(_tangents_p, _refuse)
+_tangents_p = _identity("reverse_mode_only_tangents", _refuse, batch=_refuse)
 # JAX calls `to_lojax` before it raises an error of forward mode that does not name the op.
 _tangents_p.is_high, _tangents_p.to_lojax = lambda *_, **__: True, _refuse
 ad.primitive_jvps[_tangents_p] = _refuse
-batching.primitive_batchers[_tangents_p] = _refuse
 
 
 def _transposed(cotangents, *tangents, op):
