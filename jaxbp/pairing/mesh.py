@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +25,23 @@ class Axes:
     """The axes along which devices divide a kernel's arguments. Results without such an axis are summed over devices.
 
     Attributes:
-      of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.
+      of: maps the name of an argument of the kernel's formula to its batch axis, or to one axis per leaf of a pytree.
       multiple_of: must divide the number of examples per device.
+      features: the devices divide nothing if the first argument in `of` has at most this number of axes.
     """
 
-    of: Mapping[int, int | Sequence[int]]
+    of: Mapping[str, int | Sequence[int]]
     multiple_of: int = 1
+    features: int = 0
 
 
-BatchAxes = Callable[..., Axes]
+BatchAxes = Axes | Callable[..., Axes]
+"""Axes, or a function of the kernel's arrays that returns them."""
 
 
-def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares a kernel's batch axes: axis 0 of the arguments at positions `places`, or none if
-    argument `places[0]` has at most `features` axes."""
-    return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
+def batched(*names: str, features: int = 1) -> Axes:
+    """Return axis 0 of these arguments, or no axes if the first of them has at most `features` axes."""
+    return Axes(dict.fromkeys(names, 0), features=features)
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
@@ -80,12 +83,17 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
 
     @functools.wraps(kernel)
     def call(*arrays):
-        axes = batch_axes(*arrays) if batch_axes is not None and mesh_of(arrays) is not None else Axes({})
-        if not axes.of:
+        if batch_axes is None or mesh_of(arrays) is None:
+            return kernel(*arrays)
+        axes = batch_axes(*arrays) if callable(batch_axes) else batch_axes
+        arguments = inspect.signature(formula).bind(*arrays).arguments
+        if PLACES := [name for name in axes.of if isinstance(name, int)]:
+            axes = dataclasses.replace(axes, of={list(arguments)[i]: axes.of[i] for i in PLACES})
+        if not axes.of or jnp.ndim(jax.tree.leaves(arguments[next(iter(axes.of))])[0]) <= axes.features:
             return kernel(*arrays)
         leaves, structure = jax.tree.flatten(arrays)
         flat = lambda f: lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves)))  # noqa: E731
-        of_arguments = list(itertools.chain(*(_of_leaves(axes.of.get(i), a) for i, a in enumerate(arrays))))
+        of_arguments = list(itertools.chain(*(_of_leaves(axes.of.get(name), a) for name, a in arguments.items())))
         of_results = _that_grow(flat(formula), leaves, of_arguments)
         results = _partitioned(flat(kernel), of_arguments, of_results, axes.multiple_of)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(formula, *arrays)), results)

@@ -42,7 +42,7 @@ def product():
 def test_each_device_has_its_own_examples_and_sums_are_over_all(product):
     kernel, formula, seen = product
     x, w = normal((16, 4), (4, 3))
-    run = jax.jit(over_devices(kernel, formula, batched(0)))
+    run = jax.jit(over_devices(kernel, formula, batched("x")))
     y, total = run(on_mesh(x, "examples"), on_mesh(w))
     assert seen[-1] == (2, 4)
     assert y.sharding.spec == P("examples") and total.sharding.spec == P()
@@ -58,17 +58,17 @@ def test_what_a_kernel_made_is_shared_as_well():
 
         return launch(body, x, out=x, grid={"i": len(x)}, name="double")
 
-    double = over_devices(kernel, lambda x: 2 * x, batched(0))
+    double = over_devices(kernel, lambda x: 2 * x, batched("x"))
     traced = jax.jit(lambda x: double(double(x))).trace(on_mesh(normal((16, LANES))[0], "examples"))
     assert str(traced.jaxpr).count("custom_partitioning[") == 2
     assert "all-gather" not in traced.lower().compile().as_text()
 
 
-@pytest.mark.parametrize(("examples", "axes"), [(12, {0: 0}), (16, {})])
+@pytest.mark.parametrize(("examples", "axes"), [(12, {"x": 0}), (16, {})])
 def test_what_cannot_be_divided_evenly_or_has_no_examples_is_whole(product, examples, axes):
     kernel, formula, seen = product
     x, w = normal((examples, 4), (4, 3))
-    run = jax.jit(over_devices(kernel, formula, lambda *_: Axes(axes)))
+    run = jax.jit(over_devices(kernel, formula, Axes(axes)))
     divided = on_mesh(np.zeros(8), "examples").sharding  # XLA gives two of 12 examples to six devices
     constrained = jax.jit(lambda x, w: run(jax.lax.with_sharding_constraint(x, divided), w))
     assert_close(constrained(on_mesh(x), on_mesh(w)), formula(x, w), "float32")
@@ -79,14 +79,14 @@ def test_a_device_may_need_a_multiple_of_examples(product):
     kernel, formula, seen = product
     x, w = normal((32, 4), (4, 3))
     for multiple_of, rows in ((4, 4), (8, 32)):
-        run = jax.jit(over_devices(kernel, formula, lambda *_, m=multiple_of: Axes({0: 0}, m)))
+        run = jax.jit(over_devices(kernel, formula, Axes({"x": 0}, multiple_of)))
         assert_close(run(on_mesh(x, "examples"), on_mesh(w)), formula(x, w), "float32")
         assert seen[-1] == (rows, 4)
 
 
 def test_sums_of_half_precisions_over_devices_are_made_in_float32():
     total = lambda x: jnp.sum(x, axis=0)  # noqa: E731
-    run = jax.jit(over_devices(total, total, batched(0)))
+    run = jax.jit(over_devices(total, total, batched("x")))
     # In bfloat16, 256 + 1 is 256.
     x = jnp.ones((8, 2), jnp.bfloat16).at[0].set(256)
     assert (run(on_mesh(x, "examples")) == 264).all()
@@ -96,7 +96,7 @@ def test_sums_of_half_precisions_over_devices_are_made_in_float32():
 def test_under_vmap_it_is_the_same(product):
     kernel, formula, _ = product
     x, w = normal((3, 16, 4), (4, 3))
-    run = jax.jit(jax.vmap(over_devices(kernel, formula, batched(0)), (0, None)))
+    run = jax.jit(jax.vmap(over_devices(kernel, formula, batched("x")), (0, None)))
     assert_close(run(on_mesh(x, None, "examples"), on_mesh(w)), jax.vmap(formula, (0, None))(x, w), "float32")
 
 
@@ -121,7 +121,7 @@ def _scaled(shared):
         return dy * scale, jnp.sum(dy * x, axis=0)
 
     kernel = lambda dy, x, scale: gradients(dy, x, scale)  # noqa: E731
-    options = dict(batch_axes=batched(0, 1)) if shared else {}
+    options = dict(batch_axes=batched("dy", "x")) if shared else {}
     return jaxbp.Pair(lambda x, scale: x * scale, {"xla": gradients, "pallas": kernel}, name="scaled", **options)
 
 
