@@ -13,8 +13,8 @@ from jaxtyping import Float
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores, wide
 from jaxbp.pairing import Op
+from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
-from pallas_kernels.dense import linear as cuda_cores
 from pallas_kernels.dense import linear_sm90 as tensor_cores
 
 Transposed = tuple[bool, bool]
@@ -48,12 +48,20 @@ def kernel(
 ) -> Array:
     """Compute `formula` for a and b with the same number of axes. The tensor cores multiply in half precision and in
     TF32, and the CUDA cores multiply in float32."""
-    options = dict(transposed=transposed, precision=precision, dtype=dtype or wide(a.dtype))
+    options = dict(transposed=transposed, dtype=dtype or wide(a.dtype))
+    library = functools.partial(formula, precision=precision, **options)
     if 0 in (*a.shape, *b.shape):
-        return formula(a, b, **options)
+        return library(a, b)
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    y = _multiply(_with_one_batch_axis(a, batch), _with_one_batch_axis(b, batch), **options)
-    return y.reshape(*batch, *y.shape[1:])
+    a, b = (_with_one_batch_axis(x, batch) for x in (a, b))
+    if on_tensor_cores(a.dtype, precision) and has_tensor_core_kernel(a.dtype):
+        y = on_gpu(functools.partial(tensor_cores.product, **options), library, a, b)
+    else:
+        axes = tuple(0 if len(x) > 1 else None for x in (a, b))
+        a, b = (x if len(x) > 1 else x[0] for x in (a, b))
+        multiply = functools.partial(_on_cuda_cores, transposed=transposed)
+        y = (jax.vmap(multiply, axes) if 0 in axes else multiply)(a, b).astype(options["dtype"])
+    return y.reshape(*batch, *y.shape[-2:])
 
 
 def _with_one_batch_axis(x, batch):
@@ -67,26 +75,15 @@ def has_tensor_core_kernel(dtype: DTypeLike) -> bool:
     return tensor_cores.product.unsupported(one, one) is None
 
 
-def _multiply(a, b, *, transposed, precision, dtype):
-    if on_tensor_cores(a.dtype, precision) and has_tensor_core_kernel(a.dtype):
-        options = dict(transposed=transposed, dtype=dtype)
-        library = functools.partial(formula, precision=precision, **options)
-        return on_gpu(functools.partial(tensor_cores.product, **options), library, a, b)
-    axes = [0 if len(x) > 1 else None for x in (a, b)]
-    a, b = (x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
-    multiply = functools.partial(_on_cuda_cores, transposed=transposed)
-    y = multiply(a, b)[None] if axes == [None, None] else jax.vmap(multiply, axes)(a, b)
-    return y.astype(dtype)
-
-
 def _on_cuda_cores(a, b, *, transposed):
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     if transposed == (True, False):
-        return cuda_cores.weight_gradient(batch_last(a), batch_last(b))
+        return correlate_batch(batch_last(a)[:, None, None], batch_last(b)[:, None, None])[:, :, 0, 0]
     a, b = a.T if transposed[0] else a, b.T if transposed[1] else b
+    # One operand's columns are lanes, and the other operand is a filter of 1 x 1.
     if len(a) < b.shape[1]:
-        return batch_first(cuda_cores.input_gradient(batch_last(b.T), a.T), b.shape[1]).T
-    return batch_first(cuda_cores.input_gradient(batch_last(a), b), len(a))
+        return batch_first(correlate(batch_last(b.T)[:, None, None], a[:, :, None, None])[:, 0, 0], b.shape[1]).T
+    return batch_first(correlate(batch_last(a)[:, None, None], b.T[:, :, None, None])[:, 0, 0], len(a))
 
 
 PRODUCT = Op("product", {"xla": formula, "pallas": kernel}, jit=True)
@@ -110,7 +107,6 @@ def parameter_gradients_kernel(
     dtype = dtype or x.dtype
     if dy.dtype == jnp.float32 or 0 in (*dy.shape, *x.shape) or not has_tensor_core_kernel(dy.dtype):
         dw = kernel(dy, x, transposed=(True, False), precision=precision, dtype=dtype)
-        return dw, cuda_cores.bias_gradient(batch_last(dy))
-    config = tensor_cores.weights_config(*dy.shape, x.shape[1])
-    both = functools.partial(tensor_cores.weights_gradient, dtype=dtype, config=config)
+        return dw, sum_batch(batch_last(dy)[:, None])
+    both = functools.partial(tensor_cores.weights_gradient, dtype=dtype)
     return on_gpu(both, functools.partial(parameter_gradients_in_float32, dtype=dtype), dy, x)

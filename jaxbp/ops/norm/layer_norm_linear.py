@@ -20,12 +20,16 @@ from jaxbp.pairing import DefaultImplementation, Implementation, Pair, different
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import on_gpu
+from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
 """From this number of rows per output on, saving the normalized rows is faster (docs/lab/2026-11-25-norm.md)."""
+_MIN_PRODUCT_ROWS, _MIN_PRODUCT_INPUTS = 8192, 512
+"""Fewest rows for the kernels of `linear_sm90` (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not
+measured)."""
 
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
@@ -65,9 +69,21 @@ def _dense(y, w, b, *, precision):
 
 
 def _dense_kernel(y, w, b, *, precision):
-    if b is None or not linear_sm90.forward.pays(rows(y), w, b):
+    if b is None or not _forward_pays(rows(y), w, b):
         return _dense(y, w, b, precision=precision)
     return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+def _forward_pays(x, w, b):
+    rows, inputs = x.shape
+    is_large = rows >= _MIN_PRODUCT_ROWS and inputs >= _MIN_PRODUCT_INPUTS
+    return is_large and linear_sm90.forward.unsupported(x, w, b) is None
+
+
+def _weights_gradient_pays(dy, x):
+    # Other widths were not measured.
+    is_measured = len(dy) >= _MIN_PRODUCT_ROWS and dy.shape[1] % LANES == x.shape[1] % LANES == 0
+    return is_measured and linear_sm90.weights_gradient.unsupported(dy, x) is None
 
 
 def _keeps_normalised(x, w):
@@ -81,8 +97,8 @@ def _keeps_normalised(x, w):
         x.dtype == jnp.bfloat16
         and count >= _MIN_ROWS_AN_OUTPUT * outputs
         and layer_norm_streamed.input_gradient.pays(matrix, matrix, None)
-        and linear_sm90.forward.pays(matrix, w, b)
-        and linear_sm90.weights_gradient.pays(dy, matrix)
+        and _forward_pays(matrix, w, b)
+        and _weights_gradient_pays(dy, matrix)
     )
 
 
@@ -175,7 +191,7 @@ def _parameters(dy, y, *, precision):
 
 
 def _parameters_kernel(dy, y, *, precision):
-    if not linear_sm90.weights_gradient.pays(dy, y):
+    if not _weights_gradient_pays(dy, y):
         return _parameters(dy, y, precision=precision)
     return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
 
@@ -186,7 +202,7 @@ def _sums(dy, normalised):
 
 def _sums_kernel(dy, normalised):
     # One device may have too few rows for the kernel.
-    if not linear_sm90.weights_gradient.pays(dy, normalised):
+    if not _weights_gradient_pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
 

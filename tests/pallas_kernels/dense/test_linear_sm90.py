@@ -9,7 +9,7 @@ from helpers import cuda_program, normal, on_the_cpu, relative_error
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense import linear_sm90 as kernels
-from pallas_kernels.dense.linear_product_sm90 import Config
+from pallas_kernels.dense.linear_sm90 import Config
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
@@ -123,9 +123,7 @@ def test_any_number_of_rows_lowers_for_cuda(rows, on_hopper):
     # Bulk copies to swizzled memory accept only multiples of eight rows.
     x, w, b = layer_structs(rows, 128, 100)
     assert "mosaic_gpu" in cuda_program(lambda *arrays: kernels.forward(*arrays, config=FORWARD), x, w, b)
-    config = kernels.weights_config(rows, 128, 100)
-    gradient = lambda dy, x: kernels.weights_gradient(dy, x, config=config)  # noqa: E731
-    assert "mosaic_gpu" in cuda_program(gradient, *structs(rows, 128, 100))
+    assert "mosaic_gpu" in cuda_program(kernels.weights_gradient, *structs(rows, 128, 100))
     assert "mosaic_gpu" in cuda_program(kernels.product, x, jax.ShapeDtypeStruct((100, 3), x.dtype))
 
 
@@ -134,7 +132,7 @@ FORWARD = Config(rows=128, columns=128, stages=2, consumers=1)
 
 def test_products_fill_the_multiprocessors(on_hopper):
     def config(m, k, n, batch=1):
-        return kernels.product.heuristic(*(jax.ShapeDtypeStruct((batch, *s), "bfloat16") for s in ((m, k), (k, n))))
+        return kernels.product.plan(*(jax.ShapeDtypeStruct((batch, *s), "bfloat16") for s in ((m, k), (k, n))))
 
     assert config(65536, 1024, 1024).consumers == 1
     assert config(256, 65536, 256).splits > 10
@@ -143,7 +141,12 @@ def test_products_fill_the_multiprocessors(on_hopper):
 
 def weights_config(*shape):
     with targeting(HOPPER):
-        return kernels.weights_gradient.heuristic(*structs(*shape))
+        return kernels.weights_gradient.plan(*structs(*shape))
+
+
+def test_the_raster_walks_column_blocks_and_meets_every_tile_once():
+    walked = [kernels._raster(i, rows=3, width=2) for i in range(12)]
+    assert walked == [(row, 2 * block + column) for block in range(2) for row in range(3) for column in range(2)]
 
 
 def test_splits_of_the_rows_fill_the_multiprocessors():
@@ -158,7 +161,7 @@ def test_clusters_are_there_where_tiles_outnumber_the_multiprocessors():
 @pytest.mark.parametrize(("outputs", "raster"), [(768, 6), (1024, 8), (2304, 9), (4096, 16)])
 def test_the_forwards_blocks_are_the_widest_that_divide_the_result(outputs, raster, on_hopper):
     x, w, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((65536, 1024), (outputs, 1024), (outputs,)))
-    assert kernels.forward.heuristic(x, w, b).raster == raster
+    assert kernels.forward.plan(x, w, b).raster == raster
 
 
 def reasons(of, *shapes, dtype="bfloat16"):
@@ -187,22 +190,13 @@ def test_they_take_half_precisions_and_the_forward_whole_tiles():
     assert reasons(forward_unsupported, REAL[0], dtype="float32") == [wanted]
 
 
-def test_they_pay_with_many_rows_and_the_forward_with_many_inputs(on_hopper):
-    assert kernels.weights_gradient.pays(*structs(65536, 128, 384, "float16"))
-    assert not kernels.weights_gradient.pays(*structs(128, 1024, 1024))
-    assert not kernels.weights_gradient.pays(*structs(65536, 128, 1000))
-    assert kernels.forward.pays(*layer_structs(8200, 128, 576, "float16"))
-    assert not kernels.forward.pays(*layer_structs(65536, 256, 256))
-    assert not kernels.forward.pays(*layer_structs(128, 1024, 1024))
-
-
 def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere():
     arrays = layer_structs(*REAL[0])
     with targeting(HOPPER):
-        assert kernels.forward.heuristic(*arrays).stages == 6
-        assert kernels.weights_gradient.heuristic(*arrays[:2]).stages == 4
+        assert kernels.forward.plan(*arrays).stages == 6
+        assert kernels.weights_gradient.plan(*arrays[:2]).stages == 4
     with targeting(dataclasses.replace(HOPPER, shared_bytes=160 * 1024)):
-        config = kernels.forward.heuristic(*arrays)
+        config = kernels.forward.plan(*arrays)
         assert config.stages == 3
         assert (config.stages * (config.rows + config.columns) + 2 * config.rows) * 64 * 2 < 160 * 1024
     with targeting(dataclasses.replace(HOPPER, shared_bytes=80 * 1024)):

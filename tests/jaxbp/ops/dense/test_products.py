@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_close, cuda_program, normal
 
 from jaxbp.ops.dense import _products as products
-from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
+from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
 BATCHES = [((), ()), ((2,), (2,)), ((1,), (3,)), ((2, 1), (1, 3))]
 
@@ -55,3 +55,24 @@ def test_other_gpus_multiply_on_the_cuda_cores():
         with targeting(gpu):
             program = cuda_program(products.kernel, a, b)
         assert ("wgmma" in program, "mosaic_gpu" in program, "dot_general" in program) == (wgmma, True, False)
+
+
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=lambda device: device.kind)
+def test_exact_gradients_hold_no_products_of_the_tensor_cores(device):
+    exact = dict(precision="highest")
+
+    def gradients(dy, x, w):
+        return products.kernel(dy, w, **exact), *products.parameter_gradients_kernel(dy, x, **exact)
+
+    with targeting(device):
+        program = cuda_program(gradients, *normal((128, 3), (128, 5), (3, 5)))
+    assert program.count("custom_call @mosaic_gpu") == 3
+    assert "wgmma" not in program and "dot_general" not in program
+
+
+def test_parameter_gradients_match_float64():
+    dy, x = normal((128, 3), (128, 5))
+    dy_wide, x_wide = (np.asarray(a, np.float64) for a in (dy, x))
+    expected = dy_wide.T @ x_wide, dy_wide.sum(axis=0)
+    for actual, wanted in zip(products.parameter_gradients_kernel(dy, x), expected, strict=True):
+        assert_close(actual, wanted, "float32")

@@ -20,7 +20,6 @@ from helpers import (
 from jaxbp import layer_norm, layer_norm_linear, layer_norm_linear_backward
 from jaxbp.common.numerics import upcast
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
-from pallas_kernels.dense import linear_sm90
 from pallas_kernels.norm import layer_norm_linear_sm90
 
 
@@ -119,17 +118,40 @@ def test_on_a_gpu_the_bias_of_half_precisions_is_summed_in_float32(dtype):
         assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
 
 
+MODULE = importlib.import_module("jaxbp.ops.norm.layer_norm_linear")
+
+
+def structs(*shapes, dtype="bfloat16"):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "pays"),
+    [(65536, 128, 384, True), (8200, 128, 640, True), (128, 1024, 1024, False), (65536, 128, 1000, False)],
+)
+def test_the_kernel_of_the_weights_gradient_is_for_many_rows_and_whole_tiles(rows, outputs, inputs, pays, on_hopper):
+    assert MODULE._weights_gradient_pays(*structs((rows, outputs), (rows, inputs), dtype="float16")) == pays
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "pays"),
+    [(8200, 128, 576, True), (65536, 256, 256, False), (128, 1024, 1024, False), (8192, 1000, 4096, False)],
+)
+def test_the_kernel_of_the_forward_is_for_many_rows_and_inputs(rows, outputs, inputs, pays, on_hopper):
+    assert MODULE._forward_pays(*structs((rows, inputs), (outputs, inputs), (outputs,))) == pays
+
+
 XLA_ON_GPU = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
 
 def of_kernels(monkeypatch):
-    for module in (layer_norm_linear_sm90, linear_sm90):
-        monkeypatch.setattr(module, "_MIN_ROWS", 64)
+    monkeypatch.setattr(layer_norm_linear_sm90, "_MIN_ROWS", 64)
+    monkeypatch.setattr(MODULE, "_MIN_PRODUCT_ROWS", 64)
 
 
 def rows_normalised(monkeypatch):
     of_kernels(monkeypatch)
-    monkeypatch.setattr(importlib.import_module("jaxbp.ops.norm.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
+    monkeypatch.setattr(MODULE, "_MIN_ROWS_AN_OUTPUT", 0)
 
 
 @pytest.mark.parametrize("prepare", [of_kernels, rows_normalised])
