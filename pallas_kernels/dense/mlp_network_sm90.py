@@ -1,26 +1,32 @@
-"""Sizes of a multi-layer perceptron's layers, and of the shared memory of its kernels."""
+"""Sizes of a multi-layer perceptron, and its weights, streamed through shared memory in the order of use.
+
+`products` lists the matrix products of a kernel, each as a pair of padded widths, (inputs, outputs). The weights of a
+product are divided into slices: from 32 inputs to all outputs.
+"""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
-from pallas_kernels.core.layouts import OPERAND_BYTES, operand
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand
 from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+
+Products = list[tuple[int, int]]
 
 EXAMPLES = 64
 """Examples per CTA: the 64 rows of a wgmma (PTX ISA)."""
-
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs per slice of the weights: the columns of an operand's tile."""
-PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
 """More slices of weights bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
@@ -33,6 +39,11 @@ class Config:
     stages: int
 
 
+def layer_sizes(weights: Sequence[Any]) -> tuple[int, ...]:
+    """Return the number of inputs, then of each layer's outputs."""
+    return (weights[0].shape[1], *(w.shape[0] for w in weights))
+
+
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the widths of an example's rows, padded to multiples of 32: x, each hidden layer's outputs, and logits.
     A hidden layer's row has a 1 after the outputs, so that the next layer's db is a column of its dw."""
@@ -40,69 +51,97 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """Sizes of a multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. Properties
-    describe each matrix product by a pair of padded widths, (inputs, outputs)."""
+def count_stages(products: Products, operands: tuple[int, ...]) -> int:
+    """Return how many stages, at most `_MAX_STAGES`, fit in shared memory next to 64 rows of each width in `operands`.
+    Each stage can hold a slice of the weights of any product."""
+    available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
+    return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
-    sizes: tuple[int, ...]
 
-    @classmethod
-    def from_weights(cls, weights: Sequence[Any]) -> "Network":
-        return cls((weights[0].shape[1], *(w.shape[0] for w in weights)))
+def shared_memory(products: Products, operands: tuple[int, ...], stages: int) -> list[Any]:
+    return [
+        operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
+        plgpu.Barrier(num_barriers=stages),
+        tuple(operand((EXAMPLES, n), jnp.float32) for n in operands),
+    ]
 
-    @property
-    def layers(self) -> int:
-        return len(self.sizes) - 1
 
-    @property
-    def classes(self) -> int:
-        return self.sizes[-1]
+def pack(
+    matrices: Sequence[Array], products: Products, biases: Sequence[Array] = (), widths: Sequence[int] = ()
+) -> Array:
+    """Return one vector with the slices of each weight matrix, rounded to TF32, then the biases, padded to `widths`."""
 
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        return row_widths(self.sizes)
+    def slices(w, inputs, outputs):
+        w = jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
+        return lax.reduce_precision(w, 8, 10).reshape(w.shape[0], -1, SLICE).swapaxes(0, 1).ravel()  # TF32
 
-    @property
-    def forward_products(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise(self.widths))
+    packed = [slices(w, *product) for w, product in zip(matrices, products, strict=True)]
+    packed += [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, widths, strict=True)]
+    # Bulk copies read tiles of eight rows.
+    return jnp.concatenate([*packed, jnp.zeros(-sum(widths) % (8 * SLICE), jnp.float32)])
 
-    @property
-    def backward_products(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise(reversed(self.widths)))
 
-    @property
-    def pieces(self) -> list[int]:
-        return [min(PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], PIECE_COLUMNS)]
+def stream(products: Products, weights: Any, stages: Any, loaded: Any) -> tuple[Callable, Callable]:
+    """Return (start, multiply). `start()` starts the first copies of `weights`, all slices in device memory, to
+    `stages` in shared memory. Each copy signals a barrier of `loaded`.
 
-    @property
-    def all_products(self) -> list[tuple[int, int]]:
-        return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
+    `multiply(operand)` returns `operand @ w.T`, for `operand` in shared memory and the weights w of the next product.
+    """
+    ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in products))
+    slices = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+    remaining = zip(slices, products, strict=True)
+    count = stages.shape[0]
 
-    def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many stages, at most `_MAX_STAGES`, fit in shared memory next to 64 rows of each width in
-        `operands`. Each stage can hold the weights from 32 inputs to all outputs of any product in `products`."""
-        available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
-        return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
+    def copy_rows(rows, stage, barrier):
+        plgpu.copy_gmem_to_smem(weights.at[rows], stage, barrier)
 
-    @property
-    def forward_stages(self) -> int:
-        return self.stages(self.forward_products, self.widths[:-1])
+    def copy(fetched, step, stage, barrier):
+        row = 0
+        for steps, (_, outputs) in zip(slices, products, strict=True):
+            first, stop = max(steps.start, fetched.start), min(steps.stop, fetched.stop)
+            rows = pl.ds(row + (step - steps.start) * outputs, outputs)
+            copy_slice = functools.partial(copy_rows, rows, stages.at[stage, pl.ds(0, outputs)], barrier)
+            if first < stop:
+                pl.when((first <= step) & (step < stop))(copy_slice)
+            row += len(steps) * outputs
 
-    @property
-    def backward_stages(self) -> int:
-        return self.stages(self.backward_products, self.widths[1:])
+    def ring(fetched):
+        return Ring(count, functools.partial(copy, fetched), loaded)
 
-    @property
-    def all_stages(self) -> int:
-        return self.stages(self.all_products, self.widths)
+    def multiply(operand):
+        steps, (_, outputs) = next(remaining)
+        # While a slice is multiplied, the previous slice's stage is filled, if there is one.
+        ahead = count - 1
+        fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, ends[-1]))
+        slices_ring = ring(fetched)
 
-    def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        return [
-            operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
-            plgpu.Barrier(num_barriers=stages),
-            tuple(operand((EXAMPLES, n), jnp.float32) for n in operands),
-        ]
+        def add_slices(sums):
+            def add_slice(k, _):
+                step = steps.start + k
+                slices_ring.wait(step)
+                slice_weights = stages.at[slices_ring.stage(step), pl.ds(0, outputs)]
+                plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], slice_weights.transpose((1, 0)))
+                if fetched:
+                    # Every warp has now multiplied the previous slice.
+                    plgpu.wgmma_wait(1)
+                    plgpu.commit_smem()
+                    slices_ring.fetch(step + ahead)
+
+            lax.fori_loop(0, len(steps), add_slice, None)
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))
+
+    return lambda: ring(range(ends[-1])).prefetch(min(count, ends[-1])), multiply
+
+
+def read(ref: Any, examples: Any, layout: Any) -> Array:
+    return load(ref.at[examples], layout, optimized=False)
+
+
+def spread(values: Array, block: Array) -> Array:
+    return lax.broadcast_in_dim(values, block.shape, [0])
 
 
 def float32_struct(*shape: int) -> jax.ShapeDtypeStruct:

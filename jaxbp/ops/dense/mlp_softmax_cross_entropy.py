@@ -26,6 +26,11 @@ from pallas_kernels.dense import mlp_weighed_gradients_sm90
 from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
+MAX_SINGLE_KERNEL_EXAMPLES = 1024
+"""Largest batch for which one kernel computes the forward and the gradients. It was slower at 8192:
+docs/lab/2026-11-21-dense.md."""
+
+
 class Rows(NamedTuple):
     """Residuals of the forward in jnp. `hidden` has the output of each hidden layer, `(examples, features)`."""
 
@@ -185,7 +190,8 @@ def _save_kernel(x, labels, *layers, precision):
         return _save(x, labels, *layers, precision=precision)
     x_batch_last, labels_last = _lanes(x, labels, weights)
     arrays = x_batch_last, labels_last, weights, biases
-    if kernels.forward_and_gradients.pays(*arrays):
+    is_small = x_batch_last.shape[1] <= MAX_SINGLE_KERNEL_EXAMPLES
+    if is_small and kernels.forward_and_gradients.unsupported(*arrays) is None:
         loss, logits, hidden, (*gradients, dx_last) = _WIDE_ROWS_AND_GRADIENTS(*arrays)
         hidden, gradients = (_clear_padding(rows, len(x)) for rows in (hidden, gradients))
         saved = WideRowsAndGradients(x_batch_last, labels_last, hidden, (*gradients, dx_last), weights)

@@ -93,10 +93,12 @@ def structs(sizes, N, dtype="float32"):
     return x, jax.ShapeDtypeStruct((N,), "int32"), weights, biases
 
 
-def test_rows_and_gradients_are_made_at_once_in_small_batches_where_they_fit(on_hopper):
-    pays = kernels.forward_and_gradients.pays
-    assert pays(*structs(LENET, 128)) and pays(*structs(LENET, 1024))
-    assert not pays(*structs(LENET, 8192)) and not pays(*structs((256, 200, 200, 10), 128))
+def test_rows_and_gradients_are_made_at_once_where_they_fit(on_hopper):
+    assert kernels.forward_and_gradients.unsupported(*structs(LENET, 8192)) is None
+    large = structs((224, 216, 160, 10), 128)
+    assert kernels.forward.unsupported(*large) is None
+    reason = "layers whose activations leave no shared memory for two slices of the weights"
+    assert kernels.forward_and_gradients.unsupported(*large) == reason
 
 
 @can_simulate
@@ -194,7 +196,7 @@ def test_stages_are_those_that_shared_memory_has_room_for():
     wanted = {HOPPER.shared_bytes: (6, 5), 200 * 1024: (4, 3), 180 * 1024: (3, 2)}
     for shared_bytes, stages in wanted.items():
         with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
-            found = (kernels.forward.heuristic(*arrays), kernels.forward_and_gradients.heuristic(*arrays))
+            found = (kernels.forward.plan(*arrays), kernels.forward_and_gradients.plan(*arrays))
             assert tuple(config.stages for config in found) == stages
     with targeting(dataclasses.replace(HOPPER, shared_bytes=BLACKWELL_RTX.shared_bytes)):
         assert "no shared memory for two slices" in kernels.forward.unsupported(*arrays)
