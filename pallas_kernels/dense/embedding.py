@@ -31,16 +31,13 @@ class Config:
     length: int
 
 
-def _unsupported(dy: Any, order: Any, starts: Any) -> str | None:
+def _plan(dy: Any, order: Any, starts: Any) -> Config | str:
     tokens, features = dy.shape
-    return None if tokens and features and features % LANES == 0 else f"dy of shape {dy.shape}"
+    is_supported = tokens and features and features % LANES == 0
+    return Config(vector_length(dy)) if is_supported else f"dy of shape {dy.shape}"
 
 
-def _heuristic(dy: Any, order: Any, starts: Any) -> Config:
-    return Config(vector_length(dy))
-
-
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) -> Array:
     """Compute the gradient with respect to the table, `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1],
     in dy's dtype, summed in float32.

@@ -33,19 +33,16 @@ class Config:
     unrolled: int
 
 
-def _unsupported(logits, *others, **options):
+def _plan(logits, *others, **options):
     rows, columns = logits.shape
-    return None if rows and columns and columns % LANES == 0 else f"logits of shape {logits.shape}"
-
-
-def _heuristic(logits, *others, **options):
-    columns = logits.shape[1]
+    if not rows or not columns or columns % LANES:
+        return f"logits of shape {logits.shape}"
     length = 2 * LANES if columns % (2 * LANES) == 0 else LANES
     parts = min(_MAX_PARTS, 2 ** int(math.log2(max(1, columns // length // _UNROLLED))))
     return Config(length, parts, _UNROLLED)
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def statistics(
     logits: Array,
     labels: Array,
@@ -70,10 +67,9 @@ def statistics(
         and the z of the label, or of class 0 for the label -1. Without `with_sum`, sum is None.
     """
     rows, parts = logits.shape[0], config.parts
-    part = _Part(logits.shape[1], classes, softcap, config)
 
     def body(logits, labels, b, lanes, largest, total, sum_, label_logits, *, row, part_index):
-        load_group, groups, zero = part.loads(logits, b, lanes[...], row, part_index)
+        load_group, _, groups, zero = _part(logits, b, lanes[...], row, part_index, classes, softcap, config)
 
         def accumulate(group, statistics):
             largest, total, sum_ = statistics
@@ -106,7 +102,7 @@ def statistics(
         logits,
         labels,
         b,
-        part.lanes,
+        jnp.arange(config.length, dtype=jnp.int32),
         out=(of_parts, of_parts, of_parts if with_sum else None, of_rows),
         grid={"row": rows, "part_index": parts},
         approximate=softcap is None,
@@ -119,7 +115,7 @@ def statistics(
     return row_largest, total, sum_, capped(label_logits, label_bias, softcap)
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def gradient(
     logits: Array,
     labels: Array,
@@ -141,12 +137,11 @@ def gradient(
     XLA copies first if they are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
-    part = _Part(logits.shape[1], classes, softcap, config)
     scale = dy * (1 + 2 * z_loss * (largest + jnp.log(total))) / total
 
     def body(logits, labels, b, lanes, dy, largest, scale, dlogits, *, row, part_index):
         lanes = lanes[...]
-        load_group, groups, zero = part.loads(logits, b, lanes, row, part_index)
+        load_group, columns_of, groups, zero = _part(logits, b, lanes, row, part_index, classes, softcap, config)
         factor, shift, gradient = zero + scale[row], zero + largest[row], zero + dy[row]
         at_label, elsewhere = gradient * (1 - label_smoothing + smooth), gradient * smooth
         label = labels[row]
@@ -154,7 +149,7 @@ def gradient(
         def write(group, _):
             loaded = load_group(group)
             for k, (_, z, is_class) in enumerate(loaded):
-                columns = part.columns(group * config.unrolled + k, part_index)
+                columns = columns_of(group * config.unrolled + k)
                 dz = _exp(z - shift) * factor - jnp.where(lanes == label - columns.start, at_label, elsewhere)
                 if softcap is not None:
                     u = z * (1 / softcap)
@@ -168,7 +163,7 @@ def gradient(
         logits,
         labels,
         b,
-        part.lanes,
+        jnp.arange(config.length, dtype=jnp.int32),
         dy,
         largest,
         scale,
@@ -188,48 +183,37 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Division of a row of logits into one part per CTA. Part p has every `config.parts`-th vector of `config.length`
-    logits, from vector p on."""
+def _part(logits, b, lanes, row, part, classes, softcap, config):
+    """Return (load_group, columns_of, number of groups, a vector of zeros) for a CTA's part of a row: every
+    `config.parts`-th vector of `config.length` logits, from vector number `part` on.
 
-    length: int
-    classes: int
-    softcap: float | None
-    config: Config
+    `columns_of(i)` is the slice of the i-th vector. `load_group(i)` loads the i-th group of `unrolled` vectors, and
+    returns (exists, z, is_class) for each. `exists` is False after the last vector. z is `capped(logits, b, softcap)`,
+    or -inf in padding columns. There, `is_class` is False; it is None without padding.
+    """
+    row_length, length, parts, unrolled = logits.shape[1], config.length, config.parts, config.unrolled
 
-    @property
-    def lanes(self) -> Array:
-        return jnp.arange(self.config.length, dtype=jnp.int32)
+    def count():
+        return quotient(row_length // length - part + parts - 1, parts)
 
-    def count(self, part):
-        parts = self.config.parts
-        return quotient(self.length // self.config.length - part + parts - 1, parts)
+    def columns_of(i):
+        return pl.ds((jnp.minimum(i, count() - 1) * parts + part) * length, length)
 
-    def columns(self, i, part):
-        first = (jnp.minimum(i, self.count(part) - 1) * self.config.parts + part) * self.config.length
-        return pl.ds(first, self.config.length)
+    vectors = count()
+    zero = zeros_like(logits[row, pl.ds(0, length)].astype(jnp.float32))
 
-    def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros). `load_group(i)` loads the i-th group of
-        `unrolled` vectors of this CTA, and returns (exists, z, is_class) for each. `exists` is False after the last
-        vector. z is `capped(logits, b, softcap)`, or -inf in padding columns. There, `is_class` is False; it is None
-        without padding."""
-        unrolled, count = self.config.unrolled, self.count(part)
-        zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
+    def load(i):
+        columns = columns_of(i)
+        z = capped(logits[row, columns], None if b is None else b[columns], softcap)
+        if row_length == classes:
+            return i < vectors, z, None
+        is_class = lanes + columns.start < classes
+        return i < vectors, jnp.where(is_class, z, -jnp.inf), is_class
 
-        def load(i):
-            columns = self.columns(i, part)
-            z = capped(logits[row, columns], None if b is None else b[columns], self.softcap)
-            if self.length == self.classes:
-                return i < count, z, None
-            is_class = lanes + columns.start < self.classes
-            return i < count, jnp.where(is_class, z, -jnp.inf), is_class
+    def load_group(group):
+        return [load(group * unrolled + k) for k in range(unrolled)]
 
-        def load_group(group):
-            return [load(group * unrolled + k) for k in range(unrolled)]
-
-        return load_group, quotient(count + unrolled - 1, unrolled), zero
+    return load_group, columns_of, quotient(vectors + unrolled - 1, unrolled), zero
 
 
 def _exp(a):

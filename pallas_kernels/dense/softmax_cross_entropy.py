@@ -27,12 +27,12 @@ class Config:
     unroll: int
 
 
-def _heuristic(logits, labels):
+def _plan(logits, labels):
     statistic = jax.ShapeDtypeStruct(logits.shape[1:], jnp.float32)
     return Config(vector_length(logits, labels, statistic), largest_divisor(logits.shape[0], _MAX_UNROLLED))
 
 
-@kernel(heuristic=_heuristic)
+@kernel(plan=_plan)
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """Compute `loss[n] = Σ_k y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
@@ -76,7 +76,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
     )
 
 
-@kernel(heuristic=lambda dy, logits, labels, *statistics: _heuristic(logits, labels))
+@kernel(plan=lambda dy, logits, labels, *statistics: _plan(logits, labels))
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 

@@ -85,7 +85,7 @@ def test_it_lowers_for_cuda(dtype, options):
 
 def test_a_row_is_divided_into_as_many_parts_as_have_enough_vectors():
     def config(columns):
-        return statistics.heuristic(drawn(columns, columns)[0])
+        return statistics.plan(drawn(columns, columns)[0])
 
     assert config(128256) == Config(256, 16, 16)
     assert config(151936) == Config(128, 16, 16)

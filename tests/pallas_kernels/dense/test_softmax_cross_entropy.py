@@ -48,8 +48,8 @@ def test_the_simulator_finds_losses_and_gradients_right(kind):
 )
 def test_vectors_divide_the_batch_and_turns_the_classes(classes, N, labels, config):
     logits = struct(classes, N)
-    assert kernels.loss_and_statistics.heuristic(logits, labels) == config
-    assert kernels.logits_gradient.heuristic(struct(N), logits, labels, struct(N), struct(N)) == config
+    assert kernels.loss_and_statistics.plan(logits, labels) == config
+    assert kernels.logits_gradient.plan(struct(N), logits, labels, struct(N), struct(N)) == config
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
