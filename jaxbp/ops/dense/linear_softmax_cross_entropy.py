@@ -19,7 +19,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import mesh_of, sharding_of_rows
 from pallas_kernels.core.launch import unify_varying_axes
@@ -91,12 +91,6 @@ def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_s
     return loss, _GRADIENT[kernel](*arrays, dy, largest, total, **options)
 
 
-def _products(dlogits, x, w, b, precision, dtype):
-    dx = jnp.matmul(dlogits, w, precision=precision)
-    dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=dtype)
-    return dx, dw, None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(dtype)
-
-
 def _rows_of(x, labels, where):
     rows = math.prod(x.shape[:-1])
     x, labels = x.reshape(rows, x.shape[-1]), labels.reshape(rows)
@@ -132,83 +126,83 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
     return carry, jax.tree.map(undivided, results)
 
 
-def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision, dtype=None):
-    """Return one loss per row of x, and (dx, dw, db), the gradients of `Σ dy loss`, each None if dy is None. dw and db
-    have the given dtype, by default w's."""
-    classes = len(w)
+def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtype=None, **options):
+    """Return the losses of the rows of x, in x's shape, and if dy is not None, the gradients (dx, dw, db) of
+    `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default w's."""
+    shape, classes, dtype = x.shape, len(w), dtype or w.dtype
+    # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
+    kernel = kernel and mesh_of((x, w)) is None
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
-    options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
-    size = _chunk_rows(x.shape[0], w)
-    dtype = dtype or w.dtype
+    rows = _rows_of(x, labels, where)
+    size = _chunk_rows(rows[0].shape[0], w)
     sums_dtype = dtype if size is None else wide(dtype)
 
     def step(sums, x, labels, kept, dy=None):
         logits = jnp.matmul(x, w.T, precision=precision)
-        loss, dlogits = _losses_and_dlogits(kernel, logits, labels, kept, dy, b, **options)
+        loss, dlogits = _losses_and_dlogits(kernel, logits, labels, kept, dy, b, classes=classes, **options)
         if dy is None:
             return sums, (loss, None)
-        dx, *gradients = _products(dlogits, x, w, b, precision, sums_dtype)
-        return tuple(gradients) if size is None else jax.tree.map(jnp.add, sums, tuple(gradients)), (loss, dx)
+        dx = jnp.matmul(dlogits, w, precision=precision)
+        dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=sums_dtype)
+        db = None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(sums_dtype)
+        return (dw, db) if size is None else jax.tree.map(jnp.add, sums, (dw, db)), (loss, dx)
 
+    sums = ()
+    if dy is not None:
+        rows += (jnp.broadcast_to(dy, shape[:-1]).reshape(rows[1].shape),)
+        sums = unify_varying_axes((w, tuple(None if a is None else jnp.zeros(a.shape, sums_dtype) for a in (w, b))))[1]
+    sums, (loss, dx) = _over_chunks(step, sums, size, *rows)
+    loss = loss.reshape(shape[:-1])
     if dy is None:
-        (loss, _) = _over_chunks(step, (), size, x, labels, kept)[1]
-        return loss, (None, None, None)
-    zeros = tuple(None if a is None else jnp.zeros(a.shape, sums_dtype) for a in (w, b))
-    sums, (loss, dx) = _over_chunks(step, unify_varying_axes((w, zeros))[1], size, x, labels, kept, dy)
-    dw, db = (None if a is None else a[:classes].astype(dtype) for a in sums)
-    return loss, (dx, dw, db)
+        return loss, None
+    return loss, (dx.reshape(shape), *(None if a is None else a[:classes].astype(dtype) for a in sums))
 
 
-def _reduced(loss, kept, shape, reduction, dtype):
-    loss = loss.reshape(shape) if reduction is None else jnp.sum(loss)
-    return (loss / _count(kept).astype(loss.dtype) if reduction == "mean" else loss).astype(dtype)
+def _reduced(loss, labels, where, reduction, dtype):
+    loss = loss if reduction is None else jnp.sum(loss)
+    return (loss / _count(labels, where).astype(loss.dtype) if reduction == "mean" else loss).astype(dtype)
 
 
-def _count(kept):
-    return jnp.maximum(jnp.sum(kept), 1)
+def _count(labels, where):
+    return jnp.maximum(jnp.sum(jnp.ones(labels.shape, bool) if where is None else where), 1)
 
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
-    rows, labels, kept = _rows_of(x, labels, where)
+    rows, row_labels, kept = _rows_of(x, labels, where)
     z = jnp.matmul(rows, w.T, precision=precision, out_sharding=sharding_of_rows(rows, w))
     options |= dict(classes=len(w), softcap=softcap)
-    loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], labels, kept, None, None, **options)
-    return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
+    loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], row_labels, kept, None, None, **options)
+    return _reduced(loss.reshape(labels.shape), labels, where, reduction, x.dtype)
 
 
 def _forward(x, w, labels, b, where, *, reduction, **options):
-    rows, labels, kept = _rows_of(x, labels, where)
-    loss, _ = _chunked_rows(rows, w, labels, b, kept, None, **options)
-    return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
+    loss, _ = _losses_and_gradients(x, w, labels, b, where, None, **options)
+    return _reduced(loss, labels, where, reduction, x.dtype)
 
 
 def _save(x, w, labels, b, where, *, reduction, **options):
+    arguments = x, w, labels, b, where
     if reduction is None:
-        arguments = x, w, labels, b, where
         return _forward(*arguments, reduction=None, **options), arguments
-    rows, labels, kept = _rows_of(x, labels, where)
     dtype = wide(x.dtype)
-    count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
+    count = _count(labels, where).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
     # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could underflow, so the
     # backward divides. The sums could overflow, so they stay in float32.
-    divided_early = x.dtype != jnp.float16
-    dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
-    sums_dtype = x.dtype if divided_early else dtype
-    loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, dtype=sums_dtype, **options)
-    gradients = dx.reshape(x.shape), dw, db
-    return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype), (*gradients, None if divided_early else count)
+    if x.dtype == jnp.float16:
+        dy, kept_count, sums_dtype = jnp.ones((), dtype), count, dtype
+    else:
+        dy, kept_count, sums_dtype = 1 / count, None, x.dtype
+    loss, gradients = _losses_and_gradients(*arguments, dy, dtype=sums_dtype, **options)
+    return _reduced(loss, labels, where, reduction, x.dtype), (*gradients, kept_count)
 
 
 def _backward(dy, *saved, reduction, **options):
-    if reduction is None:
-        x, w, labels, b, where = saved
-        rows, labels, kept = _rows_of(x, labels, where)
-        dy = dy.reshape(labels.shape).astype(wide(x.dtype))
-        _, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
-        return dx.reshape(x.shape), dw, None, db, None
-    *gradients, count = saved
     factor = dy.astype(wide(dy.dtype))
+    if reduction is None:
+        dx, dw, db = _losses_and_gradients(*saved, factor, **options)[1]
+        return dx, dw, None, db, None
+    *gradients, count = saved
     factor = factor if count is None else factor / count
     dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(dy.dtype) for a in gradients)
     return dx, dw, None, db, None
@@ -217,17 +211,8 @@ def _backward(dy, *saved, reduction, **options):
 _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_cross_entropy")
 
 
-def _with_kernel(arrays, implementation):
-    # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
-    return implementation == "pallas" and mesh_of(arrays) is None
-
-
-def _chunked(*arrays, implementation, **options):
-    return _CHUNKED(*arrays, implementation="xla", kernel=_with_kernel(arrays, implementation), **options)
-
-
-def _chunked_backward(*arrays, implementation, **options):
-    return _CHUNKED.vjp(*arrays, implementation="xla", kernel=_with_kernel(arrays, implementation), **options)
+def _implementations(chunked):
+    return {key: functools.partial(chunked, implementation="xla", kernel=key == "pallas") for key in ("pallas", "xla")}
 
 
 def _definition_backward(dy, x, w, labels, b, where, **options):
@@ -241,10 +226,10 @@ def _default(*arrays, **options):
 
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, default=_default, jit=True)
 _LINEAR_SOFTMAX_CROSS_ENTROPY = _public_op(
-    "linear_softmax_cross_entropy", {"autodiff": _definition, **per_implementation(_chunked)}
+    "linear_softmax_cross_entropy", {"autodiff": _definition, **_implementations(_CHUNKED)}
 )
 _LINEAR_SOFTMAX_CROSS_ENTROPY_BACKWARD = _public_op(
-    "linear_softmax_cross_entropy_backward", {"autodiff": _definition_backward, **per_implementation(_chunked_backward)}
+    "linear_softmax_cross_entropy_backward", {"autodiff": _definition_backward, **_implementations(_CHUNKED.vjp)}
 )
 
 
@@ -281,10 +266,9 @@ def linear_softmax_cross_entropy(
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """
-    op = "linear_softmax_cross_entropy"
-    x, w, labels, b, where = _check(op, x, w, labels, b, where)
-    options = _options(op, label_smoothing, z_loss, softcap, reduction, precision)
-    return _LINEAR_SOFTMAX_CROSS_ENTROPY(x, w, labels, b, where, **options, implementation=implementation)
+    options = (label_smoothing, z_loss, softcap, reduction, precision)
+    arrays, options = _check("linear_softmax_cross_entropy", x, w, labels, b, where, *options)
+    return _LINEAR_SOFTMAX_CROSS_ENTROPY(*arrays, **options, implementation=implementation)
 
 
 def linear_softmax_cross_entropy_backward(
@@ -310,18 +294,19 @@ def linear_softmax_cross_entropy_backward(
 
     dy is one number, or one per row if `reduction` is None. If b is None, db is the gradient at b = 0, in w's dtype.
     """
-    op = "linear_softmax_cross_entropy_backward"
+    op, options = "linear_softmax_cross_entropy_backward", (label_smoothing, z_loss, softcap, reduction, precision)
     arguments = x, w, w if b is None else b
-    x, w, labels, b, where, dy = _check(op, x, w, labels, b, where, dy=dy)
-    options = _options(op, label_smoothing, z_loss, softcap, reduction, precision)
-    checks.shape(op, "dy", dy, *(x.shape[:-1] if reduction is None else ()))
+    (x, w, labels, b, where, dy), options = _check(op, x, w, labels, b, where, *options, dy=dy)
+    checks.shape(op, "dy", dy, *(labels.shape if reduction is None else ()))
     b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     arrays = dy, x, w, labels, b, where
     gradients = _LINEAR_SOFTMAX_CROSS_ENTROPY_BACKWARD(*arrays, **options, implementation=implementation)
     return in_dtypes_of(arguments, gradients)
 
 
-def _check(op, x, w, labels, b, where, **dy):
+def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reduction, precision, **dy):
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"{op}: reduction is {reduction!r}; wants 'mean', 'sum', or None")
     x, w, b, *dy = checks.floating(op, x=x, w=w, b=b, **dy)
     checks.shape(op, "w", w, "classes", "features")
     if x.ndim == 0 or x.shape[-1] != w.shape[1]:
@@ -337,20 +322,15 @@ def _check(op, x, w, labels, b, where, **dy):
         if where.dtype != bool:
             raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool")
         checks.shape(op, "where", where, *x.shape[:-1])
-    return x, w, labels, b, where, *dy
-
-
-def _options(op, label_smoothing, z_loss, softcap, reduction, precision):
-    if reduction not in ("mean", "sum", None):
-        raise ValueError(f"{op}: reduction is {reduction!r}; wants 'mean', 'sum', or None")
     if softcap is not None:
         softcap = checks.number(op, "softcap", softcap)
         if not softcap > 0:
             raise ValueError(f"{op}: softcap is {softcap}; wants a number above 0, or None")
-    return {
+    options = {
         "label_smoothing": checks.number(op, "label_smoothing", label_smoothing, 0, 1),
         "z_loss": checks.number(op, "z_loss", z_loss, 0),
         "softcap": softcap,
         "reduction": reduction,
         "precision": checks.precision(op, precision),
     }
+    return (x, w, labels, b, where, *dy), options
