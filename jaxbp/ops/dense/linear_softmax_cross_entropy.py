@@ -305,8 +305,6 @@ def linear_softmax_cross_entropy_backward(
 
 
 def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reduction, precision, **dy):
-    if reduction not in ("mean", "sum", None):
-        raise ValueError(f"{op}: reduction is {reduction!r}; wants 'mean', 'sum', or None")
     x, w, b, *dy = checks.floating(op, x=x, w=w, b=b, **dy)
     checks.shape(op, "w", w, "classes", "features")
     if x.ndim == 0 or x.shape[-1] != w.shape[1]:
@@ -322,6 +320,8 @@ def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reducti
         if where.dtype != bool:
             raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool")
         checks.shape(op, "where", where, *x.shape[:-1])
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"{op}: reduction is {reduction!r}; wants 'mean', 'sum', or None")
     if softcap is not None:
         softcap = checks.number(op, "softcap", softcap)
         if not softcap > 0:

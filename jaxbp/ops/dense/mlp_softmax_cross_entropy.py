@@ -18,13 +18,12 @@ from jaxbp.ops.dense import _products as products
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import Axes, BatchAxes, batched, sharding_of_rows
+from jaxbp.pairing.mesh import Axes, batched, sharding_of_rows
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 from pallas_kernels.dense import mlp_weighed_gradients_sm90
-from pallas_kernels.dense.mlp_network_sm90 import row_widths
-
+from pallas_kernels.dense.mlp_network_sm90 import layer_sizes, row_widths
 
 MAX_SINGLE_KERNEL_EXAMPLES = 1024
 """Largest batch for which one kernel computes the forward and the gradients. It was slower at 8192:
@@ -118,7 +117,7 @@ class WideRowsAndGradients(NamedTuple):
 
 
 def _wide_rows(x_batch_last, labels, weights, biases):
-    inputs, *_ = sizes = _sizes(weights)
+    inputs, *_ = sizes = layer_sizes(weights)
     loss, logits, hidden = rows(x_batch_last[:inputs].T, labels, weights, biases)
     hidden = [jnp.pad(h, ((0, 0), (0, 1)), constant_values=1) for h in hidden]
     _, *widths, classes = row_widths(sizes)
@@ -126,7 +125,7 @@ def _wide_rows(x_batch_last, labels, weights, biases):
 
 
 def _wide_row_gradients(dy, labels, logits, hidden, weights):
-    _, *outputs, classes = sizes = _sizes(weights)
+    _, *outputs, classes = sizes = layer_sizes(weights)
     gradients = row_gradients(dy, labels, logits[:, :classes], _narrow(hidden, outputs), weights)
     inputs, *widths = row_widths(sizes)
     *gradients, dx = map(_fill, gradients, (*reversed(widths), inputs))
@@ -145,36 +144,32 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
     return dx * dy[None], *_layer_gradients(weighed, _narrow((x_batch_last.T, *hidden), sizes[:-1]))
 
 
-def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
+def _with_kernel(kernel: Callable, formula: Callable, batch_axes: Callable[..., dict]) -> Callable:
+    """Return `formula`, computed by `kernel` on a GPU. `batch_axes(*arrays)` maps arguments to their batch axes."""
+
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
 
-    return differentiable(call, formula, examples)
-
-
-def _lanes_of_inputs(x_batch_last, labels, weights, biases):
-    return Axes({0: 1, 1: 0}, multiple_of=LANES)
-
-
-def _lanes_of_rows(dy, labels, logits, hidden, weights):
-    return Axes(dict.fromkeys(range(4), 0), multiple_of=LANES)
-
-
-def _lanes_of_gradients(dy, x_batch_last, hidden, gradients):
-    return Axes({0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES)
+    return differentiable(call, formula, lambda *arrays: Axes(batch_axes(*arrays), multiple_of=LANES))
 
 
 _PRODUCTS = [differentiable(products.kernel, products.formula, batched(*places)) for places in ((0,), (0, 1))]
 """Products with the weights of a layer, and sums over examples."""
-_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _lanes_of_inputs)
-_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, _lanes_of_rows)
-_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _lanes_of_inputs)
-_WEIGHED_GRADIENTS = _with_kernel(mlp_weighed_gradients_sm90.weighed_gradients, _weighed_gradients, _lanes_of_gradients)
+_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, lambda *arrays: {0: 1, 1: 0})
+_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, lambda *arrays: dict.fromkeys(range(4), 0))
+_WIDE_ROWS_AND_GRADIENTS = _with_kernel(
+    kernels.forward_and_gradients, _wide_rows_and_gradients, lambda *arrays: {0: 1, 1: 0}
+)
+_WEIGHED_GRADIENTS = _with_kernel(
+    mlp_weighed_gradients_sm90.weighed_gradients,
+    _weighed_gradients,
+    lambda dy, x, hidden, gradients: {0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)},
+)
 
 
 def _has_kernel(x, labels, *layers, precision):
     weights, biases = layers[::2], layers[1::2]
-    if checks.unsupported_dtype(x) or not on_tensor_cores(x.dtype, precision) or 0 in (len(x), *_sizes(weights)):
+    if checks.unsupported_dtype(x) or not on_tensor_cores(x.dtype, precision) or 0 in (len(x), *layer_sizes(weights)):
         return False
     lanes = jax.eval_shape(_lanes, x, labels, weights)
     return kernels.forward.unsupported(*lanes, weights, biases) is None
@@ -205,37 +200,27 @@ def _save_kernel(x, labels, *layers, precision):
 def _gradients_kernel(dy, saved, *, precision):
     if isinstance(saved, Rows):
         return _gradients(dy, saved, precision=precision, multiply=_PRODUCTS)
-    if isinstance(saved, WideRows):
-        dx_last, layers = _gradients_of_wide_rows(dy, saved, precision=precision)
-    else:
-        *_, classes = sizes = _sizes(saved.weights)
+    inputs, *_, classes = sizes = layer_sizes(saved.weights)
+    if isinstance(saved, WideRowsAndGradients):
         dy_last = dy_of_valid(batch_last(dy), saved.labels, classes)
         dx_last, *layers = _WEIGHED_GRADIENTS(dy_last, saved.x_batch_last, saved.hidden, saved.gradients, sizes=sizes)
-    return batch_first(dx_last[: saved.weights[0].shape[1]], len(dy)), None, *layers
-
-
-def _gradients_of_wide_rows(dy, saved, *, precision):
-    x_batch_last, *arrays = saved
-    *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
-    layers = []
-    for w, dz, h in zip(saved.weights, reversed(gradients), (x_batch_last.T, *saved.hidden), strict=True):
-        outputs, inputs = w.shape
-        dw = jnp.matmul(dz.T, h, precision=precision)[:outputs]
-        db = dw[:, inputs] if layers else jnp.sum(dz, axis=0)[:outputs]
-        layers += [dw[:, :inputs], db]
-    return dx_last, layers
+    else:
+        x_batch_last, *arrays = saved
+        *gradients, dx_last = _WIDE_ROW_GRADIENTS(batch_last(dy), *arrays)
+        layers = []
+        for w, dz, h in zip(saved.weights, reversed(gradients), (x_batch_last.T, *saved.hidden), strict=True):
+            outputs, columns = w.shape
+            dw = jnp.matmul(dz.T, h, precision=precision)[:outputs]
+            layers += [dw[:, :columns], dw[:, columns] if layers else jnp.sum(dz, axis=0)[:outputs]]
+    return batch_first(dx_last[:inputs], len(dy)), None, *layers
 
 
 def _lanes(x, labels, weights):
-    return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
+    return batch_last(_fill(x, row_widths(layer_sizes(weights))[0])), batch_last(labels)
 
 
 def _clear_padding(arrays, count):
     return tuple(a if len(a) == count else a.at[count:].set(0) for a in arrays)
-
-
-def _sizes(weights):
-    return (weights[0].shape[1], *(len(w) for w in weights))
 
 
 def _fill(a, width):
@@ -311,33 +296,23 @@ def mlp_softmax_cross_entropy_backward(
 
     Source: as in `linear_backward`.
     """
-    op = "mlp_softmax_cross_entropy_backward"
-    arguments = x, *layers
+    op, shape, arguments = "mlp_softmax_cross_entropy_backward", jnp.shape(x), (x, *layers)
     x, labels, layers, dy = _check(op, x, labels, layers, dy=dy)
-    checks.shape(op, "dy", dy, *x.shape[:-1])
-    count = math.prod(x.shape[:-1])
-    dx, *dlayers = _MLP_SOFTMAX_CROSS_ENTROPY.vjp(
-        dy.reshape(count),
-        x.reshape(count, x.shape[-1]),
-        labels.reshape(count),
-        *layers,
-        precision=checks.precision(op, precision),
-        implementation=implementation,
-    )
-    return in_dtypes_of(arguments, (dx.reshape(x.shape), *dlayers))
+    checks.shape(op, "dy", dy, *labels.shape)
+    options = dict(precision=checks.precision(op, precision), implementation=implementation)
+    dx, *dlayers = _MLP_SOFTMAX_CROSS_ENTROPY.vjp(dy.ravel(), _matrix(x), labels.ravel(), *layers, **options)
+    return in_dtypes_of(arguments, (dx.reshape(shape), *dlayers))
 
 
 def _call(op, x, labels, layers, precision, implementation):
     x, labels, layers = _check(op, x, labels, layers)
-    count = math.prod(x.shape[:-1])
-    results = _MLP_SOFTMAX_CROSS_ENTROPY.named(op)(
-        x.reshape(count, x.shape[-1]),
-        labels.reshape(count),
-        *layers,
-        precision=checks.precision(op, precision),
-        implementation=implementation,
-    )
+    options = dict(precision=checks.precision(op, precision), implementation=implementation)
+    results = _MLP_SOFTMAX_CROSS_ENTROPY.named(op)(_matrix(x), labels.ravel(), *layers, **options)
     return tuple(a.reshape(labels.shape) for a in results)
+
+
+def _matrix(x):
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(op, x, labels, layers, **dy):

@@ -13,7 +13,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
-from jaxbp.pairing.gradients import in_dtypes_of, summed_like
+from jaxbp.pairing.gradients import as_tuple, in_dtypes_of, summed_like
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
@@ -146,10 +146,13 @@ def _losses_and_statistics(logits, labels):
 
 
 def _losses_and_statistics_kernel(logits, labels):
-    rows = math.prod(logits.shape[:-1])
-    labels_last = batch_last(labels.reshape(rows, *labels.shape[logits.ndim - 1 :]))
-    results = kernels.loss_and_statistics(batch_last(logits.reshape(rows, logits.shape[-1])), labels_last)
-    return tuple(batch_first(a, rows).reshape(logits.shape[:-1]) for a in results)
+    shape = logits.shape[:-1]
+    results = kernels.loss_and_statistics(*(_examples_last(a, shape) for a in (logits, labels)))
+    return tuple(batch_first(a, math.prod(shape)).reshape(shape) for a in results)
+
+
+def _examples_last(a, shape):
+    return batch_last(a.reshape(math.prod(shape), *a.shape[len(shape) :]))
 
 
 def _save_kernel(logits, labels, where, **options):
@@ -161,13 +164,9 @@ def _logits_gradient(dy, logits, labels, largest, total):
     return logits_gradient(dy, logits, labels)
 
 
-def _logits_gradient_kernel(dy, logits, labels, *statistics):
-    rows = dy.size
-    labels_last = batch_last(labels.reshape(rows, *labels.shape[dy.ndim :]))
-    logits_last = batch_last(logits.reshape(rows, logits.shape[-1]))
-    dy, *statistics = (batch_last(a.reshape(rows)) for a in (dy, *statistics))
-    dlogits = kernels.logits_gradient(dy, logits_last, labels_last, *statistics)
-    return batch_first(dlogits, rows).reshape(logits.shape)
+def _logits_gradient_kernel(dy, logits, *arrays):
+    dlogits = kernels.logits_gradient(*(_examples_last(a, dy.shape) for a in (dy, logits, *arrays)))
+    return batch_first(dlogits, dy.size).reshape(logits.shape)
 
 
 def _gradients_kernel(dy, logits, labels, where, *statistics, **options):
@@ -242,8 +241,7 @@ def softmax_cross_entropy(
     et al., "Rethinking the Inception architecture", CVPR 2016 (label smoothing); A. Chowdhery et al., "PaLM", JMLR 2023
     (z-loss).
     """
-    _, *arrays = _check("softmax_cross_entropy", axis, logits=logits, labels=labels, where=where)
-    options = _options("softmax_cross_entropy", label_smoothing, z_loss)
+    arrays, options, _ = _check("softmax_cross_entropy", logits, labels, axis, where, label_smoothing, z_loss)
     return _SOFTMAX_CROSS_ENTROPY(*arrays, **options, implementation=implementation)
 
 
@@ -262,15 +260,15 @@ def softmax_cross_entropy_backward(
     `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y_k is the weight of class k after label smoothing. The
     z-loss adds `2 dy z_loss logsumexp(logits) softmax(logits)_k`."""
     op = "softmax_cross_entropy_backward"
-    (classes, shape), *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
+    (*arrays, dy), options, to_axes = _check(op, logits, labels, axis, where, label_smoothing, z_loss, dy=dy)
     checks.shape(op, "dy", dy, *arrays[0].shape[:-1])
-    options = _options(op, label_smoothing, z_loss)
-    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation)
-    dlogits = gradients[0] if isinstance(gradients, tuple) else gradients
-    return in_dtypes_of(logits, summed_like(jnp.asarray(logits), _to_axes(dlogits, classes, shape)))
+    dlogits, *_ = as_tuple(_SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation))
+    return in_dtypes_of(logits, summed_like(jnp.asarray(logits), to_axes(dlogits)))
 
 
-def _check(op, axis, *, logits, labels, where, **dy):
+def _check(op, logits, labels, axis, where, label_smoothing, z_loss, **dy):
+    """Return ((logits, labels, where, *dy), options, to_axes), with the classes last. `to_axes` moves the classes of
+    the gradient with respect to the logits back to `axis`."""
     checks.require_floating(op, "logits", logits)
     labels = checks.array(op, "labels", labels)
     is_class = _is_class(labels) and labels.shape != jnp.shape(logits)
@@ -280,52 +278,45 @@ def _check(op, axis, *, logits, labels, where, **dy):
     if not is_class and labels.shape != given:
         shape = checks.broadcast(op, logits=logits, labels=labels)
         logits, others[-1] = jnp.broadcast_to(logits, shape), jnp.broadcast_to(others[-1], shape)
-    axes = checks.axes(op, axis, logits.ndim)
-    if not axes or math.prod(logits.shape[i] for i in axes) == 0:
-        wanted = "(..., classes)" if axes == (logits.ndim - 1,) or not logits.ndim else f"classes along axis {axis}"
-        raise ValueError(f"{op}: logits has shape {logits.shape}; wants {wanted}, at least one class")
+    shape, axes = logits.shape, checks.axes(op, axis, logits.ndim)
+    if not axes or math.prod(shape[i] for i in axes) == 0:
+        wanted = "(..., classes)" if axes == (len(shape) - 1,) or not shape else f"classes along axis {axis}"
+        raise ValueError(f"{op}: logits has shape {shape}; wants {wanted}, at least one class")
     if isinstance(axis, tuple | list):  # integer labels count in this order
-        axes = tuple(int(a) % logits.ndim for a in axis)
-    batch = tuple(size for i, size in enumerate(logits.shape) if i not in axes)
-    where = checks.mask(op, where, logits.shape, batch)
-    where = where if where is None or where.ndim == logits.ndim else jnp.broadcast_to(where, batch)
+        axes = tuple(int(a) % len(shape) for a in axis)
+    batch = tuple(size for i, size in enumerate(shape) if i not in axes)
+
+    def classes_last(a):
+        if axes == (len(shape) - 1,):
+            return a
+        a = jnp.moveaxis(a, axes, range(-len(axes), 0))
+        return a.reshape(*a.shape[: len(batch)], math.prod(a.shape[len(batch) :]))
+
+    def to_axes(a):
+        if axes == (len(shape) - 1,):
+            return a
+        return jnp.moveaxis(a.reshape(*a.shape[:-1], *(shape[i] for i in axes)), range(-len(axes), 0), axes)
+
+    where = checks.mask(op, where, shape, batch)
+    where = where if where is None or where.ndim == len(shape) else jnp.broadcast_to(where, batch)
     if is_class:
         if labels.ndim != len(batch) or any(n not in (1, m) for n, m in zip(labels.shape, batch, strict=True)):
-            raise ValueError(
-                f"{op}: integer labels have shape {labels.shape}; wants {batch}, one class per "
-                f"example of logits {logits.shape}"
-            )
+            wanted = f"{batch}, one class per example of logits {shape}"
+            raise ValueError(f"{op}: integer labels have shape {labels.shape}; wants {wanted}")
         labels = labels if labels.shape == batch else jnp.broadcast_to(labels, batch)
     else:
         labels = others.pop()
-        aligned = (1,) * (logits.ndim - len(given)) + given
-        if any(aligned[i] != logits.shape[i] for i in axes):
+        aligned = (1,) * (len(shape) - len(given)) + given
+        if any(aligned[i] != shape[i] for i in axes):
             raise ValueError(f"{op}: logits has shape {given}; wants as many classes as the labels, {labels.shape}")
-        labels = _classes_last(labels, axes)
-    if where is not None and where.ndim == logits.ndim:
+        labels = classes_last(labels)
+    if where is not None and where.ndim == len(shape):
         # A mask with one boolean per example may have axes of size 1 for the classes.
         per_class = any(where.shape[i] > 1 for i in axes)
-        where = jnp.broadcast_to(where, [n if per_class or i not in axes else 1 for i, n in enumerate(logits.shape)])
-        where = _classes_last(where, axes) if per_class else where.reshape(batch)
-    return (axes, logits.shape), _classes_last(logits, axes), labels, where, *others
-
-
-def _classes_last(a, axes):
-    if axes == (a.ndim - 1,):
-        return a
-    a = jnp.moveaxis(a, axes, range(-len(axes), 0))
-    return a.reshape(*a.shape[: a.ndim - len(axes)], math.prod(a.shape[a.ndim - len(axes) :]))
-
-
-def _to_axes(a, axes, shape):
-    if axes == (len(shape) - 1,):
-        return a
-    a = a.reshape(*a.shape[:-1], *(shape[i] for i in axes))
-    return jnp.moveaxis(a, range(-len(axes), 0), axes)
-
-
-def _options(op, label_smoothing, z_loss):
-    return dict(
+        where = jnp.broadcast_to(where, [n if per_class or i not in axes else 1 for i, n in enumerate(shape)])
+        where = classes_last(where) if per_class else where.reshape(batch)
+    options = dict(
         label_smoothing=checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
         z_loss=checks.number(op, "z_loss", z_loss, 0.0),
     )
+    return (classes_last(logits), labels, where, *others), options, to_axes
