@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
-from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
+from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import mesh_of, sharding_of_rows
@@ -73,7 +73,7 @@ def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_s
     Rows where `kept` is False have loss and gradient 0. If `kernel`, Pallas kernels compute the results.
     """
     kernel = kernel and labels.shape[0] > 0
-    valid = are_valid(labels, classes)
+    valid = (labels >= 0) & (labels < classes)
     options = dict(classes=classes, softcap=softcap)
     arrays = logits, jnp.where(valid, labels, -1).astype(jnp.int32), b
     largest, total, sum_, at_label = _STATISTICS[kernel](*arrays, **options, with_sum=label_smoothing > 0)
@@ -104,7 +104,7 @@ def _chunk_rows(rows, w):
     row_bytes = len(w) * w.dtype.itemsize
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
     most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
-    if checks.is_symbolic(rows):
+    if not isinstance(rows, int):  # a symbolic size
         return 1 + rows // (1 + rows // most)  # for every number of rows, in [1, most]
     if rows * row_bytes <= CHUNK_BYTES:
         return None

@@ -13,7 +13,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
-from jaxbp.pairing.gradients import as_tuple, in_dtypes_of, summed_like
+from jaxbp.pairing.gradients import in_dtypes_of, summed_like
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
@@ -262,7 +262,8 @@ def softmax_cross_entropy_backward(
     op = "softmax_cross_entropy_backward"
     (*arrays, dy), options, to_axes = _check(op, logits, labels, axis, where, label_smoothing, z_loss, dy=dy)
     checks.shape(op, "dy", dy, *arrays[0].shape[:-1])
-    dlogits, *_ = as_tuple(_SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation))
+    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation)
+    dlogits = gradients[0] if isinstance(gradients, tuple) else gradients
     return in_dtypes_of(logits, summed_like(jnp.asarray(logits), to_axes(dlogits)))
 
 
