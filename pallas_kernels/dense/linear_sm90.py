@@ -219,17 +219,7 @@ _Tile = collections.namedtuple("_Tile", "batch split row column tile_column firs
 and the range of its steps along the summed axis."""
 
 
-def _multiply(
-    left: Array,
-    right: Array,
-    bias: Array | None = None,
-    *,
-    transposed: tuple[bool, bool],
-    dtype: DTypeLike,
-    row_sums: bool = False,
-    name: str,
-    config: Config,
-) -> tuple[Array, Array | None]:
+def _multiply(left, right, bias=None, *, transposed, dtype, row_sums=False, name, config):
     """Return the products `(batch, rows, columns)` in `dtype`, plus the bias, and if `row_sums`, float32 sums of the
     rows of `left`, `(rows,)`.
 

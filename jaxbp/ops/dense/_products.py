@@ -5,29 +5,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
-from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores, wide
 from jaxbp.pairing import Op
 from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.dense import linear_sm90 as tensor_cores
 
-Transposed = tuple[bool, bool]
 
-
-def formula(
-    a: Array,
-    b: Array,
-    *,
-    transposed: Transposed = (False, False),
-    precision: PrecisionLike = None,
-    dtype: DTypeLike | None = None,
-) -> Array:
+def formula(a, b, *, transposed=(False, False), precision=None, dtype=None):
     """Return `yᵢⱼ = Σₖ aᵢₖ bₖⱼ` for each index of the batch axes, which broadcast.
 
     `transposed` says whether the last two axes of a and of b are swapped. The result has the given `dtype`, by default
@@ -38,14 +25,7 @@ def formula(
     return y.astype(dtype or y.dtype)
 
 
-def kernel(
-    a: Array,
-    b: Array,
-    *,
-    transposed: Transposed = (False, False),
-    precision: PrecisionLike = None,
-    dtype: DTypeLike | None = None,
-) -> Array:
+def kernel(a, b, *, transposed=(False, False), precision=None, dtype=None):
     """Compute `formula` for a and b with the same number of axes. The tensor cores multiply in half precision and in
     TF32, and the CUDA cores multiply in float32."""
     options = dict(transposed=transposed, dtype=dtype or wide(a.dtype))
@@ -89,24 +69,20 @@ def _on_cuda_cores(a, b, *, transposed):
 PRODUCT = Op("product", {"xla": formula, "pallas": kernel}, jit=True)
 
 
-def parameter_gradients_in_float32(
-    dy: Float[AnyArray, "rows out_features"],
-    x: Float[AnyArray, "rows in_features"],
-    *,
-    dtype: DTypeLike | None = None,
-) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return dw in `dtype` (x's dtype if None), and db in float32, both summed in float32."""
+def parameter_gradients_in_float32(dy, x, *, dtype=None):
+    """Return dw `(out_features, in_features)` in `dtype` (x's dtype if None), and db `(out_features,)` in float32, both
+    summed in float32, for dy `(rows, out_features)` and x `(rows, in_features)`."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)
 
 
-def parameter_gradients_kernel(
-    dy: Array, x: Array, *, precision: PrecisionLike = None, dtype: DTypeLike | None = None
-) -> tuple[Array, Array]:
+def parameter_gradients_kernel(dy, x, *, precision=None, dtype=None):
     """Compute `parameter_gradients_in_float32`, but multiply float32 arrays in TF32 if `precision` permits it."""
-    dtype = dtype or x.dtype
-    if dy.dtype == jnp.float32 or 0 in (*dy.shape, *x.shape) or not has_tensor_core_kernel(dy.dtype):
-        dw = kernel(dy, x, transposed=(True, False), precision=precision, dtype=dtype)
+    options = dict(dtype=dtype or x.dtype)
+    library = functools.partial(parameter_gradients_in_float32, **options)
+    if 0 in (*dy.shape, *x.shape):
+        return library(dy, x)
+    if dy.dtype == jnp.float32 or not has_tensor_core_kernel(dy.dtype):
+        dw = kernel(dy, x, transposed=(True, False), precision=precision, **options)
         return dw, sum_batch(batch_last(dy)[:, None])
-    both = functools.partial(tensor_cores.weights_gradient, dtype=dtype)
-    return on_gpu(both, functools.partial(parameter_gradients_in_float32, dtype=dtype), dy, x)
+    return on_gpu(functools.partial(tensor_cores.weights_gradient, **options), library, dy, x)

@@ -20,23 +20,22 @@ def _forward(x, w, b, *, precision):
     return y if b is None else y + lax.broadcast_to_rank(b, y.ndim)
 
 
+def _rows(a):
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+
+
 def _gradients(dy, x, w, b, *, precision):
-    rows = math.prod(x.shape[:-1])
-    rows_dy, rows_x = dy.reshape(rows, dy.shape[-1]), x.reshape(rows, x.shape[-1])
     dx = jnp.matmul(dy, w, precision=precision)
-    dw = jnp.matmul(rows_dy.T, rows_x, precision=precision)
-    return dx, dw, None if b is None else jnp.sum(rows_dy, axis=0)
+    dw = jnp.matmul(_rows(dy).T, _rows(x), precision=precision)
+    return dx, dw, None if b is None else jnp.sum(_rows(dy), axis=0)
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    if 0 in (*x.shape, *w.shape):
-        return _gradients(dy, x, w, b, precision=precision)
-    rows_dy, rows_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     options = dict(precision=precision, dtype=x.dtype)
-    dx = products.kernel(rows_dy, w, **options).reshape(x.shape)
+    dx = products.kernel(_rows(dy), w, **options).reshape(x.shape)
     if b is None:
-        return dx, products.kernel(rows_dy, rows_x, transposed=(True, False), **options), None
-    dw, db = products.parameter_gradients_kernel(rows_dy, rows_x, **options)
+        return dx, products.kernel(_rows(dy), _rows(x), transposed=(True, False), **options), None
+    dw, db = products.parameter_gradients_kernel(_rows(dy), _rows(x), **options)
     return dx, dw, db.astype(b.dtype)
 
 
@@ -105,11 +104,7 @@ def _check_shapes(op, x, w, b):
         checks.shape(op, "b", b, w.shape[0])
 
 
-def forward_in_float32(
-    x: Float[AnyArray, "rows in_features"],
-    w: Float[AnyArray, "out_features in_features"],
-    b: Float[AnyArray, "out_features"],
-) -> Float[Array, "rows out_features"]:
+def forward_in_float32(x, w, b):
     """Return `x wᵀ + b` in x's dtype, summed in float32."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)

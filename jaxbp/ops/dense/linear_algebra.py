@@ -33,11 +33,10 @@ def _matrices(a, b):
 def _matmul_gradients(dy, a, b, **options):
     if b.ndim <= 2:
         return _dot_gradients(dy, a, b, **options)
-    m, n = _matrices(a, b)
+    (m, n), to_shapes = jax.vjp(_matrices, a, b)
     dy = dy.reshape(*jnp.broadcast_shapes(m.shape[:-2], n.shape[:-2]), m.shape[-2], n.shape[-1])
-    da = _over_batch((dy, n), m, transposed=(False, True), **options)
-    db = _over_batch((m, dy), n, transposed=(True, False), **options)
-    return da.reshape(a.shape), db.reshape(b.shape)
+    dm = _over_batch((dy, n), m, transposed=(False, True), **options)
+    return to_shapes((dm, _over_batch((m, dy), n, transposed=(True, False), **options)))
 
 
 def _over_batch(factors, matrices, **options):
@@ -51,18 +50,16 @@ def _over_batch(factors, matrices, **options):
     return jnp.sum(PRODUCT(*factors, **options), axis=axes, keepdims=True).astype(matrices.dtype)
 
 
-def _as_matrices(a, b):
+def _dot_matrices(a, b):
     b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 
 
 def _dot_gradients(dy, a, b, **options):
-    m, n = _as_matrices(a, b)
+    (m, n), to_shapes = jax.vjp(_dot_matrices, a, b)
     dy = dy.reshape(m.shape[0], n.shape[1])
-    da = PRODUCT(dy, n, transposed=(False, True), dtype=a.dtype, **options)
-    db = PRODUCT(m, dy, transposed=(True, False), dtype=b.dtype, **options)
-    inner = -2 if b.ndim > 1 else 0
-    return da.reshape(a.shape), jnp.moveaxis(db.reshape(jnp.moveaxis(b, inner, 0).shape), 0, inner)
+    dm = PRODUCT(dy, n, transposed=(False, True), dtype=a.dtype, **options)
+    return to_shapes((dm, PRODUCT(m, dy, transposed=(True, False), dtype=b.dtype, **options)))
 
 
 def _in_float32(function):
