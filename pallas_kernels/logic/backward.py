@@ -41,20 +41,20 @@ from pallas_kernels.logic.graph import Graph
 GATE_SUMS = 4
 
 
-def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
+def _lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
-def load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
+def _load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
-def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
-    run = layer_gates // dy_ref.shape[0]
+def _dy_row(dy_ref: Any, graph: Graph, gate: Any) -> Any:
+    run = graph.gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
-def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
+def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
     """Yield the sums of dy, dy a, dy b, and dy a b over the triples (dy, a, b) in `values`. Their sums over
     lanes are the gradients of a gate's coefficients."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
@@ -62,13 +62,13 @@ def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
         yield functools.reduce(jnp.add, blocks)
 
 
-def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
+def _consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
     """Return (slope, curve) for `consumer`, a gate that reads an input, numbered as in `Graph.consumers`. Its
     derivative with respect to this input is `slope + curve * partner`, where partner is its other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
-def unsupported_memory(rows: int) -> str | None:
+def _unsupported_memory(rows):
     needed_bytes, available_bytes = rows * LANES * 4, device.target().shared_bytes
     if needed_bytes <= available_bytes:
         return None
@@ -88,78 +88,68 @@ class GatesConfig:
     blocks: int
 
 
-def _gates_config(x):
-    return GatesConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS))
+def _coefficients_plan(dy, graph, x):
+    reason = unsupported_batch(x) or _unsupported_memory(GATE_SUMS * _GATES)
+    return reason or GatesConfig(largest_divisor(x.shape[1] // LANES, _GATE_BLOCKS))
 
 
-def _by_gate_unsupported(dy, coefficients, graph, x):
+def _by_gate_plan(dy, coefficients, graph, x):
     if not graph.regular or graph.max_fan_out != 1:
         return f"wires with {graph.max_fan_out} consumers per input, only 1 consumer"
-    return unsupported_batch(x) or unsupported_memory(GATE_SUMS * _GATES)
+    return _coefficients_plan(dy, graph, x)
 
 
-def _by_gate_heuristic(dy, coefficients, graph, x):
-    return _gates_config(x)
-
-
-@kernel(unsupported=_by_gate_unsupported, heuristic=_by_gate_heuristic)
+@kernel(plan=_by_gate_plan)
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
     """Return (dx, dc). dx may overwrite x, because only one CTA reads each element."""
-    layer_gates = graph.gates
+    return _gradients_of_gates(dy, coefficients.astype(jnp.float32), graph, x, config, "gate_layer_backward_by_gate")
+
+
+@kernel(plan=_coefficients_plan)
+def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
+    return _gradients_of_gates(dy, None, graph, x, config, "gate_layer_backward_coefficients")[1]
+
+
+def _gradients_of_gates(dy, coefficients, graph, x, config, name):
+    with_dx = coefficients is not None
+    blocks, groups, sums = x.shape[1] // (LANES * config.blocks), -(-graph.gates // _GATES), GATE_SUMS * _GATES
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
-        lanes = lane_blocks(block, config.blocks)
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
-        slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates]
-        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes)
-        for (_, a, b), (slope_a, slope_b, slope_ab), gate_values in zip(gates, slopes, values, strict=True):
+        lanes = _lane_blocks(block, config.blocks)
+        numbers = [jnp.minimum(group * _GATES + k, graph.gates - 1) for k in range(_GATES)]
+        gates = [(g, a_ref[g], b_ref[g]) for g in numbers]
+        slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates] if with_dx else []
+        operands = [((dy_ref, _dy_row(dy_ref, graph, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
+        values = [
+            [[ref[row, lane_block].astype(jnp.float32) for ref, row in rows] for lane_block in lanes]
+            for rows in operands
+        ]
+        for (_, a, b), slopes_of_gate, gate_values in zip(gates, slopes, values, strict=True) if with_dx else ():
+            slope_a, slope_b, slope_ab = slopes_of_gate
             for lane_block, (dy, value_a, value_b) in zip(lanes, gate_values, strict=True):
                 dx_ref[a, lane_block] = (dy * (slope_a + slope_ab * value_b)).astype(dx_ref.dtype)
                 dx_ref[b, lane_block] = (dy * (slope_b + slope_ab * value_a)).astype(dx_ref.dtype)
-        _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
+        for n, vector in enumerate(itertools.chain.from_iterable(map(_gate_sums, values))):
+            rows_ref[n] = vector
+        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * GATE_SUMS * _GATES, sums)])
 
-    arrays = dy, coefficients.astype(jnp.float32), graph.a, graph.b, x
-    name = "gate_layer_backward_by_gate"
-    dx, dc = _launch_by_gates(body, layer_gates, *arrays, out=(x,), blocks=config.blocks, name=name, in_place={4: 0})
-    return dx, dc
-
-
-def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    N = dy.shape[1]
-    blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), GATE_SUMS * _GATES
-    *results, dc = launch(
+    dx, dc = launch(
         body,
         dy,
-        *arrays,
-        out=(*out, jax.ShapeDtypeStruct((blocks, groups * rows), jnp.float32)),
+        coefficients,
+        graph.a,
+        graph.b,
+        x,
+        out=(x if with_dx else None, jax.ShapeDtypeStruct((blocks, groups * sums), jnp.float32)),
         grid={"block": blocks, "group": groups},
-        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)],
+        scratch=[plgpu.SMEM((sums, LANES), jnp.float32)],
         barriers=False,
-        **options,
+        name=name,
+        in_place={4: 0} if with_dx else None,
     )
-    return *results, jnp.sum(dc, axis=0)[: GATE_SUMS * gates].reshape(gates, GATE_SUMS)
-
-
-def _owned_gates(layer_gates, group):
-    return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
-
-
-def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
-    return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
-
-
-def _load_each(rows, lane_block):
-    return [ref[row, lane_block].astype(jnp.float32) for ref, row in rows]
-
-
-def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
-    rows = itertools.chain.from_iterable(map(gate_sums, values))
-    for n, vector in enumerate(rows):
-        rows_ref[n] = vector
-    sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * GATE_SUMS * _GATES, GATE_SUMS * _GATES)])
+    return dx, jnp.sum(dc, axis=0)[: GATE_SUMS * graph.gates].reshape(graph.gates, GATE_SUMS)
 
 
 _INPUT_EXAMPLES = 1024
@@ -174,31 +164,29 @@ class ByInputConfig:
     length: int
 
 
-def _by_input_unsupported(dy, coefficients, graph, x):
-    return unsupported_batch(x)
-
-
-def _by_input_heuristic(dy, coefficients, graph, x):
+def _by_input_plan(dy, coefficients, graph, x):
+    if reason := unsupported_batch(x):
+        return reason
     length = lane_block_length(x)
     return ByInputConfig(largest_divisor(x.shape[1] // length, max(1, _INPUT_EXAMPLES // length)), length)
 
 
-@kernel(unsupported=_by_input_unsupported, heuristic=_by_input_heuristic)
+@kernel(plan=_by_input_plan)
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
     """Return (dx, dc)."""
-    gates, (inputs, N) = graph.gates, x.shape
+    inputs, N = x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
-        lanes = lane_blocks(block, config.blocks, config.length)
-        x_blocks = load_row(x_ref, row, lanes)
+        lanes = _lane_blocks(block, config.blocks, config.length)
+        x_blocks = _load_row(x_ref, row, lanes)
 
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
-            dy, partner = load_row(dy_ref, dy_row(dy_ref, gates, g), lanes), load_row(x_ref, partners_ref[e], lanes)
+            dy, partner = _load_row(dy_ref, _dy_row(dy_ref, graph, g), lanes), _load_row(x_ref, partners_ref[e], lanes)
             if role == 0 and dc_ref is not None:
-                for k, vector in enumerate(gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
+                for k, vector in enumerate(_gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
             slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
             return tuple(s + d * (slope + curve * p) for s, d, p in zip(dx, dy, partner, strict=True))
@@ -219,7 +207,7 @@ def gradients_by_input(
         graph.partners,
         graph.offsets,
         x,
-        out=(x, jax.ShapeDtypeStruct((blocks, gates, GATE_SUMS), jnp.float32)),
+        out=(x, jax.ShapeDtypeStruct((blocks, graph.gates, GATE_SUMS), jnp.float32)),
         skippable=[0, 1],
         grid={"block": blocks, "row": inputs},
         name="gate_layer_backward",
@@ -227,12 +215,6 @@ def gradients_by_input(
     return dx, jnp.sum(dc, axis=0)
 
 
-_SHORT_ROW = 512
-"""Largest batch for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""
-_SHORT_ROW_IN_L2 = 1024
-"""The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
-_L2_SHARE = 0.8
-"""Largest fraction of the L2 cache for x, to leave room for dy. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
 """Maximum inputs per CTA, and consumers per input that it reads at once. Not tuned: docs/lab/2026-11-22-logic.md."""
 
@@ -247,26 +229,15 @@ class InputConfig:
     length: int
 
 
-def _is_short(x):
-    in_l2 = x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
-    return x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
+def _input_plan(dy, coefficients, graph, x):
+    consumers = graph.max_fan_out if graph.max_fan_out <= _CONSUMERS else 2
+    config = InputConfig(largest_divisor(x.shape[0], _INPUTS), consumers, lane_block_length(x))
+    return unsupported_batch(x) or config
 
 
-def _input_unsupported(dy, coefficients, graph, x):
-    return unsupported_batch(x)
-
-
-def _input_heuristic(dy, coefficients, graph, x):
-    if not _is_short(x):
-        return None
-    max_consumers = graph.max_fan_out
-    consumers = max_consumers if max_consumers <= _CONSUMERS else 2
-    return InputConfig(largest_divisor(x.shape[0], _INPUTS), consumers, lane_block_length(x))
-
-
-@kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
+@kernel(plan=_input_plan)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
+    inputs, N = x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
@@ -276,11 +247,11 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
             # The last of these may be consumers of the next input, which are not added.
-            read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
+            read_places = [jnp.minimum(e, 2 * graph.gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
-            dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
+            dys = [dy_ref[_dy_row(dy_ref, graph, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
-            slopes = [consumer_slopes(c_ref, consumer) for consumer in consumers]
+            slopes = [_consumer_slopes(c_ref, consumer) for consumer in consumers]
             sums = list(sums)
             for n, (e, dy, partner, (slope, curve)) in enumerate(zip(places, dys, partners, slopes, strict=True)):
                 k = n // config.consumers
@@ -288,7 +259,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             return tuple(sums)
 
         sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * config.inputs
-        if config.consumers == max_fan_out:
+        if config.consumers == graph.max_fan_out:
             sums = add_consumers(0, sums)
         else:
             max_consumers = functools.reduce(jnp.maximum, (end - first for first, end in ends))
@@ -312,23 +283,96 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
     )
 
 
-def _coefficients_unsupported(dy, graph, x):
-    return unsupported_batch(x) or unsupported_memory(GATE_SUMS * _GATES)
+_TRAIL_CONSUMERS = (2, 4)
+_MAX_BLOCKS = 8
+"""Maximum lane blocks per CTA. Twice as many were slower: docs/lab/2026-11-22-logic.md."""
+_MAX_BYTES = 64
+"""Bytes of dy that a thread reads per input. Not tuned."""
+_LOAD_BYTES = 4
+"""Bytes per load of a thread. Loads of 2 bytes would make half precision slower than float32:
+docs/lab/2026-11-22-mixed.md."""
+SUM_ROWS = SUMMED_ROWS // 2
+"""Rows of shared memory per CTA, for the sums of at most four gates."""
 
 
-def _coefficients_heuristic(dy, graph, x):
-    return _gates_config(x) if _is_short(x) else None
+@dataclasses.dataclass(frozen=True)
+class TrailConfig:
+    """Tile of a CTA: `inputs` inputs of the layer, and `blocks` blocks of `length` (a multiple of 128) examples."""
+
+    inputs: int
+    blocks: int
+    length: int
 
 
-@kernel(unsupported=_coefficients_unsupported, heuristic=_coefficients_heuristic)
-def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
-    layer_gates = graph.gates
+def _trail_plan(dy, coefficients, graph, x):
+    consumers, itemsize = graph.max_fan_out, x.dtype.itemsize
+    if not graph.regular or consumers not in _TRAIL_CONSUMERS:
+        return f"wires with {consumers} consumers per input, only {' or '.join(map(str, _TRAIL_CONSUMERS))}"
+    length = LANES * largest_divisor(x.shape[1] // LANES, max(1, _LOAD_BYTES // itemsize))
+    if reason := unsupported_batch(x) or _unsupported_memory(SUM_ROWS * length // LANES):
+        return reason
+    examples = LANES * min(_MAX_BLOCKS, _MAX_BYTES // (consumers * itemsize))
+    blocks = largest_divisor(x.shape[1] // length, examples // length)
+    # Eight consumers for short rows, four for long rows: a similar number of loads in flight.
+    inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
+    return TrailConfig(inputs, blocks, length)
 
-    def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
-        gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
-        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, lane_blocks(block, config.blocks))
-        _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
-    arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"
-    (dc,) = _launch_by_gates(body, layer_gates, *arrays, out=(), blocks=config.blocks, name=name)
-    return dc
+@kernel(plan=_trail_plan)
+def gradients_along_trail(
+    dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: TrailConfig
+) -> tuple[Array, Array]:
+    """Return (dx, dc)."""
+    (inputs, N), consumers_per_input = x.shape, graph.max_fan_out
+    gates_per_input = consumers_per_input // 2
+
+    def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
+        lanes = _lane_blocks(block, config.blocks, config.length)
+        rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
+        per_input = consumers_per_input if dx_ref is not None else gates_per_input
+        places = [
+            (group * config.inputs + k) * consumers_per_input + n
+            for k in range(config.inputs)
+            for n in range(per_input)
+        ]
+        consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
+        slopes = [_consumer_slopes(c_ref, consumer) for consumer in consumers]
+        x_blocks = [_load_row(x_ref, row, lanes) for row in rows]
+        dys = [_load_row(dy_ref, _dy_row(dy_ref, graph, consumer >> 1), lanes) for consumer in consumers]
+        partners = [_load_row(x_ref, row, lanes) for row in partner_rows]
+        for k, row in enumerate(rows):
+            input_consumers = range(k * per_input, (k + 1) * per_input)
+            for p, lane_block in enumerate(lanes if dx_ref is not None else ()):
+                terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in input_consumers]
+                dx_ref[row, lane_block] = functools.reduce(jnp.add, terms).astype(dx_ref.dtype)
+            for gate, n in enumerate(
+                input_consumers[: gates_per_input if dc_ref is not None else 0], k * gates_per_input
+            ):
+                for t, vector in enumerate(_gate_sums(list(zip(dys[n], x_blocks[k], partners[n], strict=True)))):
+                    rows_ref[GATE_SUMS * gate + t] = vector
+        if dc_ref is not None:
+            sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * SUM_ROWS, SUM_ROWS)])
+
+    blocks, groups = N // (config.length * config.blocks), inputs // config.inputs
+    dx, sums = launch(
+        body,
+        dy,
+        coefficients.astype(jnp.float32),
+        graph.trail_consumers,
+        graph.trail_partners,
+        graph.trail_inputs,
+        x,
+        out=(x, jax.ShapeDtypeStruct((blocks, groups * SUM_ROWS), jnp.float32)),
+        skippable=[0, 1],
+        grid={"block": blocks, "group": groups},
+        scratch=[plgpu.SMEM((SUM_ROWS, config.length), jnp.float32)],
+        barriers=False,
+        name="gate_layer_backward_along_trail",
+    )
+    sums = jnp.sum(sums, axis=0).reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
+    place, gates_per_cta = graph.trail_places, config.inputs * gates_per_input
+    gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
+    dc = sums[gate // gates_per_cta, gate % gates_per_cta]
+    # The kernel takes each input for the gate's a. If it is the b, exchange the sums of dy a and dy b.
+    is_swapped = graph.trail_consumers[place] & 1 == 1
+    return dx, jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

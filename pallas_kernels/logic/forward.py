@@ -40,16 +40,13 @@ def unsupported_batch(x: Array) -> str | None:
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
-def _unsupported(coefficients, graph, x):
-    return unsupported_batch(x)
-
-
-def _heuristic(coefficients, graph, x):
+def _plan(coefficients, graph, x):
     length = lane_block_length(x)
-    return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
+    config = Config(gates=largest_divisor(graph.gates, max(2, _PROGRAM_EXAMPLES // length)), length=length)
+    return unsupported_batch(x) or config
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
     gate g and example n, in float32. y has x's dtype.

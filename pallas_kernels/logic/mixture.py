@@ -26,36 +26,28 @@ _WIDTH = 4
 
 Table = Sequence[Sequence[int]]
 
-_MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA, measured with 8,000 and 64,000:
-docs/lab/2026-11-24-logic.md."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Each thread computes one gate."""
 
 
-def _unsupported(*arrays: Any, table: Table) -> str | None:
+def _plan(*arrays: Any, table: Table) -> Config | str:
     *_, logits = arrays
     if unknown := {a.dtype.name for a in arrays} - {"float32"}:
         return f"dtype {min(unknown)}, only float32"
     if len(table) % _WIDTH or len(table[0]) != _WIDTH:
         return f"a table of {len(table)} x {len(table[0])}, only multiples of {_WIDTH} x {_WIDTH}"
-    return None if logits.size else "no gates"
+    return Config() if logits.size else "no gates"
 
 
-def _heuristic(*arrays: Any, table: Table) -> Config | None:
-    return Config() if _gates(arrays[-1]) >= _MIN_GATES else None
-
-
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
     """Return the coefficients of gates, `(*gates, 4)`: `softmax(logits) @ table`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
     """Return the gradient of `mixture` with respect to the logits.
 
@@ -68,10 +60,15 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 
 def _launch(function, *arrays, table, width, name):
-    gates = _gates(arrays[0])
-    body = functools.partial(
-        _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
-    )
+    gates, widths = math.prod(arrays[0].shape[:-1]), [a.shape[-1] for a in arrays]
+
+    def body(*refs, program):
+        *arrays, result = refs
+        array, first = jnp.int32(0), program * LANES
+        blocks = [load_of([[a]], array, first * n, (LANES, n))[0] for a, n in zip(arrays, widths, strict=True)]
+        block = block_of(function(*map(columns, blocks), table))
+        store_to([[result]], array, first * width, [block])
+
     result = launch(
         body,
         *(a.reshape(-1) for a in arrays),
@@ -82,18 +79,6 @@ def _launch(function, *arrays, table, width, name):
         name=name,
     )
     return result.reshape(*arrays[0].shape[:-1], width)
-
-
-def _gates(array):
-    return math.prod(array.shape[:-1])
-
-
-def _body(*refs, function, widths, program):
-    *arrays, result = refs
-    array, first = jnp.int32(0), program * LANES
-    blocks = [load_of([[a]], array, first * width, (LANES, width))[0] for a, width in zip(arrays, widths, strict=True)]
-    block = block_of(function(*map(columns, blocks)))
-    store_to([[result]], array, first * block.shape[1], [block])
 
 
 def _softmax(logits):

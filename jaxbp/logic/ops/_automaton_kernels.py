@@ -19,8 +19,8 @@ from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton, perceived_rows
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import differentiable
 from pallas_kernels.core.launch import on_gpu
-from pallas_kernels.logic.automaton import kernels
-from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
+from pallas_kernels.logic import automaton as kernels
+from pallas_kernels.logic.automaton_sizes import Layer, Sizes, padded_lanes
 
 UNROLL = 16
 """XLA launches the kernels of this number of ticks as one CUDA graph, which is faster."""
@@ -43,7 +43,7 @@ class Prepared:
 
     Attributes:
       lanes: the four coefficients of each gate, in the kernels' order.
-      consumers: the tables of `Plan.consumers`.
+      consumers: the tables of `Sizes.consumers`.
     """
 
     coefficients: tuple
@@ -54,29 +54,29 @@ class Prepared:
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
     @property
-    def plan(self) -> Plan:
-        return plan(self.automaton, self.shape)
+    def sizes(self) -> Sizes:
+        return sizes_of(self.automaton, self.shape)
 
 
-def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
-    return Plan(
+def sizes_of(automaton: Automaton, shape: tuple[int, ...]) -> Sizes:
+    return Sizes(
         *shape,
         periodic=automaton.periodic,
         kernels=automaton.kernels,
         perception=tuple(w.gates for w in automaton.perception),
         update=tuple(w.gates for w in automaton.update),
         output_consumers=tuple(w.max_fan_out for w in [*automaton.perception[1:], *automaton.update]),
-        neighbour_consumers=automaton.perception[0].max_fan_out,
-        centre_consumers=automaton.update[0].max_fan_out,
+        neighbor_consumers=automaton.perception[0].max_fan_out,
+        center_consumers=automaton.update[0].max_fan_out,
     )
 
 
 def unsupported(automaton: Automaton, state: Array) -> str | None:
-    return kernels.tick_backward.unsupported(plan=plan(automaton, state.shape))
+    return kernels.tick_backward.unsupported(sizes=sizes_of(automaton, state.shape))
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
-    sizes = plan(automaton, shape)
+    sizes = sizes_of(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
     filled = [
         jnp.pad(c, [(0, 0), (0, layer.coefficients - c.shape[1])])
@@ -97,8 +97,8 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    sizes, spare = prepared.plan, prepared.plan.inputs.lanes
-    return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
+    sizes, spare = prepared.sizes, prepared.sizes.inputs.lanes
+    return jnp.zeros(sizes.cells * sizes.neighborhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
@@ -111,12 +111,12 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 def zeros(prepared: Prepared) -> Array:
     """Return zeros, `(CTAs, gates, 4)`, in which each CTA sums the coefficients' gradients over its cells."""
-    programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
-    return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
+    programs = kernels.tick_backward.plan(sizes=prepared.sizes).programs
+    return jnp.zeros((programs, prepared.sizes.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
-    automaton, sizes = prepared.automaton, prepared.plan
+    automaton, sizes = prepared.automaton, prepared.sizes
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
         parts.append(total[:, first : first + layer.count])
@@ -148,7 +148,7 @@ def _flat(fires):
 
 
 def _tick_by_kernel(prepared, state, fires):
-    return kernels.tick(prepared.lanes, prepared.wires.forward, state, _flat(fires), plan=prepared.plan)
+    return kernels.tick(prepared.lanes, prepared.wires.forward, state, _flat(fires), sizes=prepared.sizes)
 
 
 def _tick_by_formula(prepared, state, fires):
@@ -161,12 +161,12 @@ _tick = differentiable(functools.partial(on_gpu, _tick_by_kernel, _tick_by_formu
 
 def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
     arrays = prepared.lanes, prepared.wires.backward, prepared.consumers, state, _flat(fires), dseen, dkept, total
-    return kernels.tick_backward(*arrays, plan=prepared.plan)
+    return kernels.tick_backward(*arrays, sizes=prepared.sizes)
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     # The formula sums the gradients of perception's coefficients over channels. The first channel's gates get the sums.
-    automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
+    automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.sizes
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
     dstate, dc = formula.tick_backward(own, dnew, formula.zeros(own), formula.enter(leave(state, shape)), fires)
@@ -214,7 +214,7 @@ def _packed(low, high):
     return low | high << 16
 
 
-def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
+def _rows_of_consumers(automaton: Automaton, sizes: Sizes) -> Array:
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -250,7 +250,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     # `kernel_sums` has the axes (role, gate, channel). The update also reads the center cell.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
-    of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
+    of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighborhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))

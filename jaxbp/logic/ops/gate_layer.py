@@ -38,9 +38,9 @@ from jaxbp.pairing import (
 )
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
+from pallas_kernels.core import device
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
-from pallas_kernels.logic import backward_along_trail
 from pallas_kernels.logic import forward as forward_kernel
 from pallas_kernels.logic.graph import Graph
 from pallas_kernels.logic.mixture import mixture, mixture_gradient
@@ -126,13 +126,22 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
     return dc.astype(coefficients.dtype), None, dx
 
 
+_SHORT_ROW = 512
+"""Largest batch for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""
+_SHORT_ROW_IN_L2 = 1024
+"""The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+_L2_SHARE = 0.8
+"""Largest fraction of the L2 cache for x, to leave room for dy. Not tuned."""
+
+
 def _fastest_gradients(dy, coefficients, graph, x):
-    arrays = dy, coefficients, graph, x
-    by_input = backward_kernels.gradients_by_input
-    for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
-        if kernel.pays(*arrays):
+    arrays, by_input = (dy, coefficients, graph, x), backward_kernels.gradients_by_input
+    for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
+        if kernel.unsupported(*arrays) is None:
             return on_gpu(kernel, by_input, *arrays)
-    if backward_kernels.input_gradient.pays(*arrays) and backward_kernels.coefficients_gradient.pays(dy, graph, x):
+    in_l2 = x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
+    is_short = x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
+    if is_short and backward_kernels.coefficients_gradient.unsupported(dy, graph, x) is None:
         return on_gpu(_gradients_by_two_kernels, by_input, *arrays)
     return by_input(*arrays)
 
@@ -153,17 +162,23 @@ def _examples_last(x):
 _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
-def _where_it_pays(kernel, formula):
+_MIN_GATES = 2**15
+"""Fewest gates for which the kernels of `mixture` are faster than XLA, measured with 8,000 and 64,000:
+docs/lab/2026-11-24-logic.md."""
+
+
+def _for_many_gates(kernel, formula):
     def function(*arrays):
-        if not kernel.pays(*arrays, table=_TABLE):
+        logits = arrays[-1]
+        if math.prod(logits.shape[:-1]) < _MIN_GATES or kernel.unsupported(*arrays, table=_TABLE):
             return formula(*arrays)
         return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
 
     return differentiable(function, formula, batched(0, 1))
 
 
-_SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
-_SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
+_SOFTMAX_KERNEL = _for_many_gates(mixture, gates.softmax)
+_SOFTMAX_BACKWARD_KERNEL = _for_many_gates(mixture_gradient, gates.softmax_backward)
 
 
 _GATES_BACKWARD = Op(

@@ -36,7 +36,7 @@ from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implemen
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
-from pallas_kernels.logic import tree_windows, trees, trees_input_gradient
+from pallas_kernels.logic import trees, trees_input_gradient
 
 
 def _forward(coefficients, wires, x, *, stride, padding, pool):
@@ -169,7 +169,7 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
         return "2^31 or more leaves of all trees, positions and examples"
-    return tree_windows.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
+    return trees.unsupported_trees(wires.leaves, pool) or checks.unsupported(*arrays)
 
 
 _public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pallas_kernels.core.layouts import LANES
 
-NEIGHBOURS = 9
+NEIGHBORS = 9
 """Cells that a cell sees: itself and its eight neighbors, row by row."""
 
 
@@ -48,14 +48,14 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Sizes:
     """The sizes of an automaton's grid and circuits, which determine its rows of shared memory.
 
     Attributes:
       perception, update: gates in each layer of one perception circuit, and of the update.
       output_consumers: for each layer but the last, the most gates that read one output.
-      neighbour_consumers: the most gates of perception's first layer that read one input.
-      centre_consumers: the most gates of the update's first layer that read one channel of the center cell.
+      neighbor_consumers: the most gates of perception's first layer that read one input.
+      center_consumers: the most gates of the update's first layer that read one channel of the center cell.
     """
 
     batch: int
@@ -67,25 +67,25 @@ class Plan:
     perception: tuple[int, ...]
     update: tuple[int, ...]
     output_consumers: tuple[int, ...]
-    neighbour_consumers: int
-    centre_consumers: int
+    neighbor_consumers: int
+    center_consumers: int
 
     @property
     def cells(self) -> int:
         return self.batch * self.height * self.width
 
     @property
-    def neighbourhood(self) -> int:
-        return NEIGHBOURS * self.channels
+    def neighborhood(self) -> int:
+        return NEIGHBORS * self.channels
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
+        return Layer(0, padded_lanes(self.neighborhood + 1), self.neighborhood, self.neighbor_consumers)
 
     @property
     def zeros(self) -> int:
         """Index of a row of zeros. In `ConsumerTables`, it replaces the missing terms of shorter sums."""
-        return self.neighbourhood
+        return self.neighborhood
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -149,7 +149,7 @@ class Plan:
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
-        sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
+        sizes.append((self.neighbor_consumers + self.center_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
         tables, first = [], 0
         for size in sizes:
