@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common.numerics import upcast
-from jaxbp.logic.ops import _gates
+from jaxbp.logic.ops.gate_layer import gradients_of_rows, mixed
 from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton
 
 UNROLL = 1
@@ -54,18 +54,18 @@ def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
     (perceiving, updating), automaton = prepared
-    seen = _neighbourhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
+    seen = _neighborhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
     for c, wires in zip(perceiving, automaton.perception, strict=True):
         read[0].append(rows)
-        rows = _gates.forward(c, wires, rows)
+        rows = mixed(c, rows[wires.a], rows[wires.b])
     cells = math.prod(state.shape[1:])
     C, K, bits = automaton.channels, automaton.kernels, automaton.bits
     perceived = jnp.moveaxis(rows.reshape(bits, K, C, cells), 2, 0)
     rows = jnp.concatenate([seen[CENTRE].reshape(C, cells), perceived.reshape(C * bits * K, cells)])
     for c, wires in zip(updating, automaton.update, strict=True):
         read[1].append(rows)
-        rows = _gates.forward(c, wires, rows)
+        rows = mixed(c, rows[wires.a], rows[wires.b])
     new = in_range(rows.reshape(state.shape)).astype(state.dtype)
     return new if fires is None else jnp.where(fires, new, state), read
 
@@ -81,16 +81,16 @@ def tick_backward_of_rows(
     dc, cells = ([], []), math.prod(dnew.shape[1:])
     dy = upcast(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
     for c, wires, rows in reversed(list(zip(updating, automaton.update, read[1], strict=True))):
-        of_layer, dy = _gates.gradients(dy, c, wires, rows)
+        of_layer, dy = gradients_of_rows(dy, c, wires, rows)
         dc[1].insert(0, of_layer)
     dcentre, dy = dy[: automaton.channels], dy[automaton.channels :]
     C, K, bits = automaton.channels, automaton.kernels, automaton.bits
     dy = jnp.moveaxis(dy.reshape(C, bits, K, cells), 0, 2).reshape(bits, K, C * cells)
     for c, wires, rows in reversed(list(zip(perceiving, automaton.perception, read[0], strict=True))):
-        of_layer, dy = _gates.gradients(dy, c, wires, rows)
+        of_layer, dy = gradients_of_rows(dy, c, wires, rows)
         dc[0].insert(0, of_layer)
     dseen = dy.reshape(dy.shape[0], *dnew.shape)
-    dstate = neighbourhood_backward(dseen.at[CENTRE].add(dcentre.reshape(dnew.shape)), automaton.periodic)
+    dstate = neighborhood_backward(dseen.at[CENTRE].add(dcentre.reshape(dnew.shape)), automaton.periodic)
     dstate = dstate.astype(dnew.dtype)
     if fires is not None:
         dstate = dstate + jnp.where(fires, 0, dnew)
@@ -106,14 +106,14 @@ def in_range(new: Array) -> Array:
 in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
-def _neighbourhood(state, periodic):
+def _neighborhood(state, periodic):
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
     return jnp.stack([padded[..., i : i + height, j : j + width] for i in range(3) for j in range(3)])
 
 
-def neighbourhood_backward(dseen, periodic):
+def neighborhood_backward(dseen, periodic):
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

@@ -7,7 +7,6 @@ A state is a vector of all channels of all cells, then unused elements. Its grad
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +28,6 @@ _GATES, _LANES = 0, 1
 KEEPS_ROWS = False
 
 
-class RowsRead(NamedTuple):
-    """The arguments `wires` of `kernels.tick` and of `kernels.tick_backward`."""
-
-    forward: Array
-    backward: Array
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -43,13 +35,15 @@ class Prepared:
 
     Attributes:
       lanes: the four coefficients of each gate, in the kernels' order.
+      wires, backward_wires: the arguments `wires` of `kernels.tick` and of `kernels.tick_backward`.
       consumers: the tables of `Sizes.consumers`.
     """
 
     coefficients: tuple
     automaton: Automaton
     lanes: Array
-    wires: RowsRead
+    wires: Array
+    backward_wires: Array
     consumers: Array
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
@@ -82,10 +76,10 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
         jnp.pad(c, [(0, 0), (0, layer.coefficients - c.shape[1])])
         for c, layer in zip(layers, sizes.layers, strict=True)
     ]
-    wires = RowsRead(*(_rows_read(automaton, layers) for layers in (sizes.forward_layers, sizes.layers)))
+    wires = [_rows_read(automaton, layers) for layers in (sizes.forward_layers, sizes.layers)]
     gates = jnp.concatenate(filled, axis=1).T.astype(jnp.float32)
     lanes = _reordered(gates, automaton, sizes.coefficient_firsts, _GATES)
-    return Prepared(coefficients, automaton, lanes, wires, _rows_of_consumers(automaton, sizes), shape)
+    return Prepared(coefficients, automaton, lanes, *wires, _rows_of_consumers(automaton, sizes), shape)
 
 
 def enter(state: Array) -> Array:
@@ -105,7 +99,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
-    around = formula.neighbourhood_backward(jnp.moveaxis(dseen, (3, 4), (0, 1)), prepared.automaton.periodic)
+    around = formula.neighborhood_backward(jnp.moveaxis(dseen, (3, 4), (0, 1)), prepared.automaton.periodic)
     return (formula.leave(around, prepared.shape) + leave(dkept, prepared.shape)).astype(dtype)
 
 
@@ -131,8 +125,20 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     )
 
 
-def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
-    return _tick(prepared, state, fires)
+def _flat(fires):
+    return None if fires is None else fires.ravel().astype(jnp.int32)
+
+
+def _tick_by_kernel(prepared, state, fires):
+    return kernels.tick(prepared.lanes, prepared.wires, state, _flat(fires), sizes=prepared.sizes)
+
+
+def _tick_by_formula(prepared, state, fires):
+    own, shape = formula.prepare(prepared.coefficients, prepared.automaton, prepared.shape), prepared.shape
+    return enter(formula.leave(formula.tick(own, formula.enter(leave(state, shape)), fires), shape))
+
+
+tick = differentiable(functools.partial(on_gpu, _tick_by_kernel, _tick_by_formula), _tick_by_formula)
 
 
 def tick_backward(
@@ -143,24 +149,8 @@ def tick_backward(
     return (dseen, dkept), total
 
 
-def _flat(fires):
-    return None if fires is None else fires.ravel().astype(jnp.int32)
-
-
-def _tick_by_kernel(prepared, state, fires):
-    return kernels.tick(prepared.lanes, prepared.wires.forward, state, _flat(fires), sizes=prepared.sizes)
-
-
-def _tick_by_formula(prepared, state, fires):
-    own, shape = formula.prepare(prepared.coefficients, prepared.automaton, prepared.shape), prepared.shape
-    return enter(formula.leave(formula.tick(own, formula.enter(leave(state, shape)), fires), shape))
-
-
-_tick = differentiable(functools.partial(on_gpu, _tick_by_kernel, _tick_by_formula), _tick_by_formula)
-
-
 def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
-    arrays = prepared.lanes, prepared.wires.backward, prepared.consumers, state, _flat(fires), dseen, dkept, total
+    arrays = prepared.lanes, prepared.backward_wires, prepared.consumers, state, _flat(fires), dseen, dkept, total
     return kernels.tick_backward(*arrays, sizes=prepared.sizes)
 
 

@@ -1,12 +1,16 @@
-"""Logic cellular automata."""
+"""Logic cellular automata.
+
+The argument `backend` is a module that computes one tick, by formulas or by kernels.
+"""
 
 import functools
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
@@ -15,15 +19,128 @@ from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops import _automaton_formula, _automaton_kernels
-from jaxbp.logic.ops._automaton_ticks import Draws, forward, ticks
 from jaxbp.logic.ops.gate_layer import COEFFICIENTS
 from jaxbp.logic.wires.automaton_wires import Automaton
-from jaxbp.pairing import Implementation, Op, per_implementation
+from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.training.checkpointing import Memory, check_memory, check_steps
+from jaxbp.pairing.mesh import Axes, mesh_of
+from jaxbp.training.checkpointing import Memory, advance, check_memory, check_steps, reverse_scan
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
+
+
+class _Draws(NamedTuple):
+    """One random key per tick, and the probability that a value of the state is rounded, or None for no rounding."""
+
+    keys: Array
+    rounding_rate: Array | None
+
+
+def _fires(draws, t, shape, fire_rate):
+    return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
+
+
+def _arguments_of_tick(backend: ModuleType, draws: _Draws | None, shape: tuple[int, ...], fire_rate: float):
+    """Return the function from a state and its time to the state that the tick reads, and to the cells that fire."""
+
+    def rounded(state, t):
+        if draws is None or draws.rounding_rate is None:
+            return state
+        # The random bits must be the same in every layout and every dtype.
+        uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
+        change = jnp.where(backend.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
+        return state + lax.stop_gradient(change)
+
+    return lambda state, t: (rounded(state, t), _fires(draws, t, shape, fire_rate))
+
+
+def _ticks(backend, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep=lambda s: s):
+    """Return the last state, and what the policy `memory` keeps for the gradient."""
+    prepared = backend.prepare(coefficients, automaton, state.shape)
+    arguments = _arguments_of_tick(backend, draws, state.shape, fire_rate)
+    if memory == "all" and backend.KEEPS_ROWS:
+        step = lambda s, t: backend.tick_keeping_rows(prepared, *arguments(s, t))  # noqa: E731
+        last, kept = lax.scan(step, backend.enter(state), np.arange(steps, dtype=np.int32))
+    else:
+        step, memory = lambda s, t: backend.tick(prepared, *arguments(s, t)), _without_rows(memory)
+        last, kept = advance(step, backend.enter(state), steps, memory, unroll=backend.UNROLL, keep=keep)
+    return backend.leave(last, state.shape), kept
+
+
+def _without_rows(memory):
+    return "states" if memory == "all" else memory
+
+
+def _last_state(backend, *arrays, memory, **options):
+    return _ticks(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
+
+
+def _ticks_backward(backend, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
+    if kept is None:
+        options = dict(steps=steps, fire_rate=fire_rate, memory=memory)
+        _, kept = _ticks(backend, coefficients, automaton, state, draws, **options)
+    prepared = backend.prepare(coefficients, automaton, state.shape)
+    carry = backend.enter_gradient(prepared, dlast), backend.zeros(prepared)
+    arguments = _arguments_of_tick(backend, draws, state.shape, fire_rate)
+
+    def step(s, t):
+        return backend.tick(prepared, *arguments(s, t))
+
+    def step_backward(gradients, s, t):
+        return backend.tick_backward(prepared, *gradients, *arguments(s, t))
+
+    def backward_of_rows(gradients, t_and_rows):
+        t, rows = t_and_rows
+        fires = _fires(draws, t, state.shape, fire_rate)
+        return backend.tick_backward_of_rows(prepared, *gradients, rows, fires), None
+
+    if memory == "all" and backend.KEEPS_ROWS:
+        times = np.arange(steps, dtype=np.int32)
+        dstate, dc = lax.scan(backward_of_rows, carry, (times, kept), reverse=True)[0]
+    else:
+        unroll, memory = backend.UNROLL, _without_rows(memory)
+        dstate, dc = reverse_scan(step, step_backward, kept, carry, steps, memory, unroll=unroll)
+    return backend.finish(prepared, dc), None, backend.leave_gradient(prepared, dstate, state.dtype), None
+
+
+def _ticks_backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
+    def last_state(coefficients, state):
+        return _last_state(_automaton_formula, coefficients, automaton, state, draws, **options)
+
+    dc, dstate = jax.vjp(last_state, coefficients, state)[1](dlast)
+    return dc, None, dstate, None
+
+
+def _batch_axes(coefficients, automaton, state, draws):
+    # Random values are drawn for all grids at once.
+    return Axes({2: 0} if draws is None else {})
+
+
+def _backward_batch_axes(dlast, coefficients, automaton, state, draws, kept):
+    return Axes({0: 0, 3: 0} if kept is None else {})
+
+
+def _save(backend, forward, *arrays, **options):
+    # On a mesh, the kernels' backward recomputes the states. Each device's vector of states ends in unused elements, so
+    # the vectors cannot be joined.
+    if backend is _automaton_kernels and _batch_axes(*arrays).of and mesh_of(arrays) is not None:
+        return forward(*arrays, **options), (*arrays, None)
+    last, kept = _ticks(backend, *arrays, **options)
+    return last, (*arrays, kept)
+
+
+def _pair(backend, forward, batch_axes=None):
+    backward = functools.partial(_ticks_backward, backend)
+    backward = differentiable(backward, _ticks_backward_by_autodiff, batch_axes)
+    return Pair(forward, {"xla": backward}, save=functools.partial(_save, backend, forward), name="automaton_ticks")
+
+
+_BY_FORMULA, _BY_KERNELS = (functools.partial(_last_state, b) for b in (_automaton_formula, _automaton_kernels))
+_TICKS = {
+    "xla": _pair(_automaton_formula, _BY_FORMULA),
+    "pallas": _pair(_automaton_kernels, differentiable(_BY_KERNELS, _BY_FORMULA, _batch_axes), _backward_batch_axes),
+}
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
@@ -40,30 +157,23 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
 
 def _rollout(logits, automaton, state, draws, *, parametrization, implementation, **options):
     coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
-    return ticks(implementation, state)(coefficients, automaton, state, draws, implementation="xla", **options)
-
-
-def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization, implementation, **options):
-    def of_logits(logits):
-        return _coefficients(logits, parametrization=parametrization, implementation=implementation)
-
-    coefficients, to_logits = jax.vjp(of_logits, logits)
-    pair = ticks(implementation, state)
-
-    def last_state(coefficients, state):
-        return pair(coefficients, automaton, state, draws, implementation="xla", **options)
-
-    dc, dstate = jax.vjp(last_state, coefficients, state)[1](dlast)
-    return to_logits(dc)[0], dstate
+    ticks = _TICKS[implementation if state.size else "xla"]
+    return ticks(coefficients, automaton, state, draws, implementation="xla", **options)
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
-    return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
+    return _BY_FORMULA(coefficients, automaton, state, draws, **options)
 
 
-def _definition_backward(dlast, logits, automaton, state, draws, **options):
-    return jax.vjp(lambda p, s: _definition(p, automaton, s, draws, **options), logits, state)[1](dlast)
+def _vjp(rollout, dlast, logits, automaton, state, draws, **options):
+    return jax.vjp(lambda p, s: rollout(p, automaton, s, draws, **options), logits, state)[1](dlast)
+
+
+def _unsupported(*arrays, **options):
+    automaton, state = arrays[-3:-1]
+    reason = checks.unsupported_dtype(arrays[-4], state)
+    return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
 
 
 def _state(logits, automaton, state, draws):
@@ -74,27 +184,17 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
     return logits, state
 
 
-def _unsupported(*arrays, **options):
-    automaton, state = arrays[-3:-1]
-    reason = checks.unsupported_dtype(arrays[-4], state)
-    return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
-
-
-_STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
-    Op(
-        name,
-        {"autodiff": definition, **per_implementation(function, ("pallas", "xla"))},
-        unsupported=_unsupported,
-        # JAX cannot infer the sharding, because the op concatenates the cells of all grids.
-        sharded_like=like,
-        jit=True,
-    )
-    for name, definition, function, like in (
-        ("automaton_step", _definition, _rollout, _state),
-        ("automaton_step_backward", _definition_backward, _rollout_backward, _logits_and_state),
-        ("automaton_rollout", _definition, _rollout, _state),
-        ("automaton_rollout_backward", _definition_backward, _rollout_backward, _logits_and_state),
-    )
+# JAX cannot infer the sharding, because the op concatenates the cells of all grids.
+_op = functools.partial(Op, unsupported=_unsupported, jit=True)
+_ROLLOUT = _op(
+    "automaton_rollout",
+    {"autodiff": _definition, **per_implementation(_rollout)},
+    sharded_like=_state,
+)
+_ROLLOUT_BACKWARD = _op(
+    "automaton_rollout_backward",
+    {"autodiff": functools.partial(_vjp, _definition), **per_implementation(functools.partial(_vjp, _rollout))},
+    sharded_like=_logits_and_state,
 )
 
 
@@ -127,11 +227,8 @@ def automaton_step(
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
-    op = "automaton_step"
-    logits, state = _check(op, logits, automaton, state, parametrization)
-    draws = _draws(op, key, fire_rate, 0.0, None)
-    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
-    return _STEP(logits, automaton, state, draws, steps=1, implementation=implementation, **options)
+    options = key, fire_rate, 0.0, "states", parametrization, implementation
+    return _call("automaton_step", logits, automaton, state, None, *options)
 
 
 def automaton_step_backward(
@@ -150,15 +247,8 @@ def automaton_step_backward(
     dlogits is summed over all cells, and for perception also over all channels. A cell's dstate is summed over the nine
     cells that see it, plus its `dnext` if it did not update.
     """
-    op = "automaton_step_backward"
-    layers, before = _check(op, logits, automaton, state, parametrization)
-    draws = _draws(op, key, fire_rate, 0.0, None)
-    dnext, before = checks.floating(op, dnext=dnext, state=before)
-    checks.shape(op, "dnext", dnext, *before.shape)
-    options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
-    arrays = dnext, layers, automaton, before, draws
-    gradients = _STEP_BACKWARD(*arrays, steps=1, implementation=implementation, **options)
-    return in_dtypes_of((tuple(map(list, logits)), state), gradients)
+    options = key, fire_rate, 0.0, "states", parametrization, implementation
+    return _call("automaton_step_backward", logits, automaton, state, None, *options, dnext=dnext)
 
 
 def automaton_rollout(
@@ -187,12 +277,8 @@ def automaton_rollout(
         `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
       Other arguments, dtype, and source: as in `automaton_step`.
     """
-    op = "automaton_rollout"
-    logits, state = _check(op, logits, automaton, state, parametrization)
-    options = _time_options(op, steps, fire_rate, memory)
-    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
-    options |= dict(parametrization=parametrization, implementation=implementation)
-    return _ROLLOUT(logits, automaton, state, draws, **options)
+    options = key, fire_rate, rounding_rate, memory, parametrization, implementation
+    return _call("automaton_rollout", logits, automaton, state, steps, *options)
 
 
 def automaton_rollout_backward(
@@ -217,14 +303,27 @@ def automaton_rollout_backward(
     Here t runs from `steps - 1` down to 0, also in the sum, and `dstate_steps` is dlast. s_t is as in
     `automaton_rollout`, with the forward's random values.
     """
-    op = "automaton_rollout_backward"
+    options = key, fire_rate, rounding_rate, memory, parametrization, implementation
+    return _call("automaton_rollout_backward", logits, automaton, state, steps, *options, dlast=dlast)
+
+
+def _call(
+    op, logits, automaton, state, steps, key, fire_rate, rounding_rate, memory, parametrization, implementation, **dlast
+):
+    """Call `op` on checked arguments: a rollout, or if `steps` is None, one tick. `dlast` has the gradient with respect
+    to its result, by name, if `op` is a backward."""
     layers, first = _check(op, logits, automaton, state, parametrization)
-    options = _time_options(op, steps, fire_rate, memory)
-    draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
-    dlast, first = checks.floating(op, dlast=dlast, state=first)
-    checks.shape(op, "dlast", dlast, *first.shape)
+    check_memory(op, memory)
+    steps = None if steps is None else check_steps(op, "steps", steps)
+    draws = _draws(op, key, fire_rate, rounding_rate, steps)
+    options = dict(steps=1 if steps is None else steps, fire_rate=float(fire_rate), memory=memory)
     options |= dict(parametrization=parametrization, implementation=implementation)
-    gradients = _ROLLOUT_BACKWARD(dlast, layers, automaton, first, draws, **options)
+    if not dlast:
+        return _ROLLOUT.named(op)(layers, automaton, first, draws, **options)
+    ((name, _),) = dlast.items()
+    gradient, first = checks.floating(op, **dlast, state=first)
+    checks.shape(op, name, gradient, *first.shape)
+    gradients = _ROLLOUT_BACKWARD.named(op)(gradient, layers, automaton, first, draws, **options)
     return in_dtypes_of((tuple(map(list, logits)), state), gradients)
 
 
@@ -246,12 +345,7 @@ def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: An
     return (list(layers[: len(logits[0])]), list(layers[len(logits[0]) :])), state
 
 
-def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str, Any]:
-    check_memory(op, memory)
-    return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
-
-
-def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
+def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -269,9 +363,9 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
         came = f"is a {type(key).__name__}" if dtype is None else f"has dtype {dtype} and shape {shape}"
         raise TypeError(f"{op}: key {came}; wants one key, say jax.random.key(0)")
     if steps is None:
-        return Draws(key[None], rounding)
+        return _Draws(key[None], rounding)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
-    return Draws(keys, rounding)
+    return _Draws(keys, rounding)
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:

@@ -13,6 +13,7 @@ The bits of a function's number, from the highest, are its values at (a, b) = (0
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,6 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.ops import _gates
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import (
     Implementation,
@@ -46,38 +46,129 @@ from pallas_kernels.logic.graph import Graph
 from pallas_kernels.logic.mixture import mixture, mixture_gradient
 
 
+def mixed(coefficients: Array, a: Array, b: Array) -> Array:
+    c0, c1, c2, c3 = coefficients[..., None]
+    return c0 + c1 * a + (c2 + c3 * a) * b
+
+
+def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
+    """Return the gradients with respect to the coefficients `(4, gates, ...)`, and with respect to a layer's inputs
+    `rows (inputs, ..., examples)`.
+
+    The middle axes `...` index circuits with the same wires. If the rows have size 1 along such an axis, all circuits
+    along the axis read the same rows.
+    """
+    rows = barriers.on_cpu(rows)
+    dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
+    shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
+    if shared:  # The terms of circuits that read the same rows are summed first.
+        dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
+        slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
+    else:
+        slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
+
+    def of_consumers(places):
+        consumer = wires.consumers[places]
+        gate = consumer // 2
+        slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
+        return slope if shared else dy[gate] * slope
+
+    return dc, barriers.on_cpu(_sum_over_consumers(of_consumers, wires))
+
+
+_MOST_PARTS = 16
+"""LLVM unrolls sums of up to this number of terms, and then uses vector instructions."""
+
+
+def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
+    def terms(dy, a, b):
+        da = dy * a
+        return dy, da, dy * b, da * b
+
+    def by_parts(*rows):
+        examples, axes = dy.shape[-1], [dy.ndim - 1]
+        parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
+        rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
+        return _in_one_loop(axes, *_in_one_loop(axes, *terms(*rows)))
+
+    def at_once(*rows):
+        return _one_by_one([dy.ndim - 1], *terms(*rows))
+
+    return lax.platform_dependent(dy, a, b, cpu=by_parts, default=at_once)
+
+
+def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
+    on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
+    return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
+
+
+def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
+    return [jnp.sum(term, axis=axes) for term in terms]
+
+
+def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
+    # On a CPU, separate sums are ten times slower.
+    zeros = [jnp.zeros((), term.dtype) for term in terms]
+    return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
+
+
+def _interleaved(pair: Array) -> Array:
+    return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
+
+
+_MOST_TURNS = 32
+"""Sums over up to this number of consumers per input are unrolled into gathers."""
+
+_LARGEST_PRODUCT = 2**14
+"""Up to this number of elements, a product with a 0-1 matrix `(inputs, consumers)` sums over consumers."""
+
+
+def _few_have_most(wires: Wires) -> bool:
+    most = wires.max_fan_out
+    return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
+
+
+def _sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
+    """Sum, for each input, one term per consumer (a gate that reads the input), `(inputs, ...)`.
+
+    `terms` maps n indices into `wires.consumers` to the terms of these consumers, `(n, ...)`.
+    """
+    first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
+    if _few_have_most(wires):
+        inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)
+        if wires.inputs * places.size > _LARGEST_PRODUCT:
+            return jax.ops.segment_sum(values, inputs, wires.inputs, indices_are_sorted=True)
+        reads = jax.nn.one_hot(inputs, wires.inputs, dtype=values.dtype, axis=0)
+        return jnp.tensordot(reads, values, 1, precision=lax.Precision.HIGHEST)
+    total = 0
+    for turn in range(wires.max_fan_out):
+        values = terms(jnp.minimum(first + turn, places[-1]))
+        taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
+        total = total + jnp.where(taken, values, 0)
+    return total
+
+
 def _forward(coefficients, wires, x, *, groups=None):
-    return _grouped(_mixed(coefficients, _inputs_of_gates(wires, upcast(_features_first(x))), x), groups)
+    rows = upcast(_features_first(x))
+    return _values((rows[wires.a], rows[wires.b]), coefficients, x, groups)
 
 
-def _grouped(y, groups):
+def _values(inputs, coefficients, x, groups):
+    y = _features_last(mixed(coefficients.T, *inputs).astype(x.dtype), x.shape[:-1])
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
-def _of_gates(dy, wires, x):
-    rows = _features_first(dy.astype(x.dtype))
-    return jnp.repeat(rows, wires.gates // len(rows), axis=0)
-
-
-def _mixed(coefficients, inputs, x):
-    y = _gates.mixed(coefficients.T, *inputs)
-    return _features_last(y.astype(x.dtype), x.shape[:-1])
-
-
-def _inputs_of_gates(wires, rows):
-    return rows[wires.a], rows[wires.b]
-
-
 def _gradients(dy, coefficients, wires, x, *, groups=None):
-    rows, dy = upcast(_features_first(x)), upcast(_of_gates(dy, wires, x))
-    dc, dx = _gates.gradients(dy, coefficients.T, wires, rows)
+    rows, dy = upcast(_features_first(x)), _features_first(dy.astype(x.dtype))
+    dy = upcast(jnp.repeat(dy, wires.gates // len(dy), axis=0))
+    dc, dx = gradients_of_rows(dy, coefficients.T, wires, rows)
     return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
     def forward(coefficients, x):
-        return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
+        return _values(_copies_of_inputs(wires, upcast(_features_first(x))), coefficients, x, groups)
 
     dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
     return dc, None, dx
@@ -86,8 +177,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 def _copies_of_inputs(wires, rows):
     # Autodiff adds the gradients of separate copies in a fixed order, but a scatter's order varies on a GPU. If few
     # rows have most consumers, the copies need too much memory.
-    if _gates.few_have_most(wires):
-        return _inputs_of_gates(wires, rows)
+    if _few_have_most(wires):
+        return rows[wires.a], rows[wires.b]
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
     return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
 
@@ -117,7 +208,8 @@ def _as_rows(x):
 
 def _forward_kernel(coefficients, wires, x, *, groups=None):
     y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
-    return _grouped(batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates), groups)
+    y = batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates)
+    return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
@@ -139,16 +231,16 @@ def _fastest_gradients(dy, coefficients, graph, x):
     for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
         if kernel.unsupported(*arrays) is None:
             return on_gpu(kernel, by_input, *arrays)
+
+    def by_two_kernels(dy, coefficients, graph, x):
+        dx = backward_kernels.input_gradient(dy, coefficients, graph, x)
+        return dx, backward_kernels.coefficients_gradient(dy, graph, x)
+
     in_l2 = x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
     is_short = x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
     if is_short and backward_kernels.coefficients_gradient.unsupported(dy, graph, x) is None:
-        return on_gpu(_gradients_by_two_kernels, by_input, *arrays)
+        return on_gpu(by_two_kernels, by_input, *arrays)
     return by_input(*arrays)
-
-
-def _gradients_by_two_kernels(dy, coefficients, graph, x):
-    dx = backward_kernels.input_gradient(dy, coefficients, graph, x)
-    return dx, backward_kernels.coefficients_gradient(dy, graph, x)
 
 
 def _graph(wires):
@@ -177,10 +269,6 @@ def _for_many_gates(kernel, formula):
     return differentiable(function, formula, batched(0, 1))
 
 
-_SOFTMAX_KERNEL = _for_many_gates(mixture, gates.softmax)
-_SOFTMAX_BACKWARD_KERNEL = _for_many_gates(mixture_gradient, gates.softmax_backward)
-
-
 _GATES_BACKWARD = Op(
     "gates_backward",
     {
@@ -188,23 +276,17 @@ _GATES_BACKWARD = Op(
         "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
     },
 )
-_GATES = Op(
-    "gates",
-    {
-        "xla": functools.partial(Pair(_forward, _GATES_BACKWARD, name="gates"), implementation="xla"),
-        "pallas": functools.partial(
-            Pair(differentiable(_forward_kernel, _forward, batched(2)), _GATES_BACKWARD, name="gates"),
-            implementation="pallas",
-        ),
-    },
-)
+_GATES = {
+    name: Pair(forward, _GATES_BACKWARD, name="gates")
+    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched(2))))
+}
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
-        {"xla": gates.softmax_backward, "pallas": _SOFTMAX_BACKWARD_KERNEL},
+        {"xla": gates.softmax_backward, "pallas": _for_many_gates(mixture_gradient, gates.softmax_backward)},
         save={
             "xla": functools.partial(saving_arguments, gates.softmax),
-            "pallas": functools.partial(saving_arguments, _SOFTMAX_KERNEL),
+            "pallas": functools.partial(saving_arguments, _for_many_gates(mixture, gates.softmax)),
         },
         residuals=given_arguments,
         name="softmax_gates",
@@ -223,7 +305,7 @@ COEFFICIENTS = {
 
 def _layer(parameters, wires, x, *, parametrization, groups, implementation):
     coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
-    return _GATES(coefficients, wires, x, groups=groups, implementation=implementation)
+    return _GATES[implementation](coefficients, wires, x, groups=groups, implementation=implementation)
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
@@ -239,7 +321,8 @@ def _definition(parameters, wires, x, *, parametrization, groups):
     wide = upcast(x)
     functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
     weights = lax.broadcast_to_rank(jax.nn.softmax(upcast(parameters)), functions.ndim)
-    return _grouped(jnp.sum(weights * functions, axis=-1).astype(x.dtype), groups)
+    y = jnp.sum(weights * functions, axis=-1).astype(x.dtype)
+    return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _definition_backward(dy, parameters, wires, x, **options):

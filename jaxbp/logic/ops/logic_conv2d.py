@@ -36,7 +36,7 @@ from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implemen
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
-from pallas_kernels.logic import trees, trees_input_gradient
+from pallas_kernels.logic import trees
 
 
 def _forward(coefficients, wires, x, *, stride, padding, pool):
@@ -78,12 +78,11 @@ def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, p
 
 def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, pool):
     dy, indices = jax.tree.map(batch_last, (dy, indices))
-    geometry = dict(window=wires.window, stride=stride, pool=pool)
-    dc, dleaves = trees.leaf_gradients(dy, indices, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    arrays, geometry = (coefficients, wires.leaves, _padded_last(x, padding)), dict(stride=stride, pool=pool)
+    dc, dleaves = trees.leaf_gradients(dy, indices, *arrays, window=wires.window, **geometry)
+    arrays = wires.leaves, wires.readers, wires.reader_offsets
     geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
-    dx = trees_input_gradient.input_gradient(
-        dleaves, indices, wires.leaves, wires.readers, wires.reader_offsets, **geometry
-    )
+    dx = trees.input_gradient(dleaves, indices, *arrays, **geometry)
     return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
 

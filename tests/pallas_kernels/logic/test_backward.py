@@ -1,5 +1,4 @@
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import backward as kernels
-from pallas_kernels.logic.backward_along_trail import SUM_ROWS, gradients_along_trail
 
 WIRES = {
     "few consumers": lambda: Wires.unique(6, 6, seed=0),
@@ -28,7 +26,7 @@ ONE_CONSUMER = {
     "one consumer": lambda: Wires.unique(20, 10, seed=0),
     "one gate": lambda: Wires.from_pairs([1], [0], 2),
 }
-BY_GATE, BY_INPUT, ALONG_TRAIL = kernels.gradients_by_gate, kernels.gradients_by_input, gradients_along_trail
+BY_GATE, BY_INPUT, ALONG_TRAIL = kernels.gradients_by_gate, kernels.gradients_by_input, kernels.gradients_along_trail
 SEPARATE = (kernels.input_gradient, kernels.coefficients_gradient)
 
 
@@ -79,16 +77,15 @@ def test_the_simulator_finds_them_right(function, wires, N):
 
 @pytest.mark.parametrize("skipped", [0, 1], ids=["dc", "dx"])
 @pytest.mark.parametrize(
-    ("function", "wires", "module"),
-    [(BY_INPUT, "few consumers", "backward"), (ALONG_TRAIL, "four consumers", "backward_along_trail")],
+    ("function", "wires"),
+    [(BY_INPUT, "few consumers"), (ALONG_TRAIL, "four consumers")],
     ids=["by input", "along trail"],
 )
-def test_one_gradient_alone_is_the_same(function, wires, module, skipped):
+def test_one_gradient_alone_is_the_same(function, wires, skipped):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR)[wires](), LANES)
-    module = importlib.import_module(f"pallas_kernels.logic.{module}")
-    with on_the_cpu(), simulated(), skipped_outputs(module, skipped):
+    with on_the_cpu(), simulated(), skipped_outputs(kernels, skipped):
         results = function(dy, coefficients, op._graph(wires), x)
     assert not results[skipped].any()
     assert_close(results[1 - skipped], reference(dy, coefficients, wires, x)[1 - skipped], "float32")
@@ -118,7 +115,7 @@ def test_neighbouring_gates_may_share_a_row_of_dy(function, wires):
 @pytest.mark.parametrize("wires", ["many consumers", "four consumers", "one consumer"])  # each has a different kernel
 def test_they_lower_for_cuda(wires, N, dtype):
     text = cuda_program(fastest, *operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), N, dtype))
-    assert text.count("custom_call @mosaic_gpu") == (2 if wires in WIRES and N <= kernels._SHORT_ROW_IN_L2 else 1)
+    assert text.count("custom_call @mosaic_gpu") == (2 if wires in WIRES and N <= op._SHORT_ROW_IN_L2 else 1)
 
 
 # The size of an H200's L2 cache according to its driver, and to XLA.
@@ -182,7 +179,7 @@ def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
 
 @pytest.mark.parametrize("kernel", [ALONG_TRAIL, BY_GATE, kernels.coefficients_gradient], ids=repr)
 def test_a_gpu_of_less_shared_memory_than_their_sums_is_refused(kernel):
-    needed = (SUM_ROWS if kernel is ALONG_TRAIL else kernels.GATE_SUMS * kernels._GATES) * LANES * 4
+    needed = (kernels.SUM_ROWS if kernel is ALONG_TRAIL else kernels.GATE_SUMS * kernels._GATES) * LANES * 4
     given = arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 128))
     for has, reason in (
         (needed, None),
@@ -203,20 +200,25 @@ def test_newer_gpus_are_supported(gpu):
 def test_any_wires_and_batch_have_a_config_by_input():
     for inputs, gates, N in ((1, 1, 128), (63999, 64000, 8192), (784, 64000, 1024)):
         given = structs(inputs, gates, N)
-        config = BY_INPUT.heuristic(*given)
+        config = BY_INPUT.plan(*given)
         assert N % (config.blocks * config.length) == 0 and config.length % LANES == 0
-        assert BY_INPUT.pays(*given)
 
 
-def test_two_kernels_pay_for_short_rows_and_for_longer_ones_of_an_x_in_the_l2_cache():
+def takes_two_kernels(*operands):
+    program = str(jax.make_jaxpr(op._fastest_gradients)(*operands))
+    takes = {name: f"gate_layer_backward_{name}" in program for name in ("input", "coefficients")}
+    assert takes["input"] == takes["coefficients"]
+    return takes["input"]
+
+
+def test_two_kernels_are_for_short_rows_and_for_longer_ones_of_an_x_in_the_l2_cache():
     given = structs(1001, 1000, 1024)
-    for l2_bytes, pays in ((1001 * 1024 * 4 * 5 // 4 + 4, True), (1001 * 1024 * 4 * 5 // 4 - 4, False)):
+    for l2_bytes, expected in ((1001 * 1024 * 4 * 5 // 4 + 4, True), (1001 * 1024 * 4 * 5 // 4 - 4, False)):
         with targeting(dataclasses.replace(HOPPER, l2_bytes=l2_bytes)):
-            assert [k.pays(*arguments(k, *given)) for k in SEPARATE] == [pays, pays]
-    short = structs(327680, 163840, 512)
-    assert all(k.pays(*arguments(k, *short)) for k in SEPARATE)
-    longer = structs(8, 8, 1152)
-    assert not any(k.pays(*arguments(k, *longer)) for k in SEPARATE)
+            assert takes_two_kernels(*given) == expected
+    with targeting(HOPPER):
+        assert takes_two_kernels(*structs(327679, 163840, 512))
+        assert not takes_two_kernels(*structs(7, 8, 1152))
 
 
 def test_the_config_asked_for_is_taken():

@@ -48,12 +48,12 @@ def halves(packed):
 
 
 def cycles(automaton):
-    plan = arrays_of.plan(automaton, (1, 3, 3, automaton.channels))
-    functions = (arrays_of._rows_read, plan.layers), (arrays_of._rows_of_consumers, plan)
-    wires, consumers = map(np.asarray, jax.jit(lambda: [table(automaton, sizes) for table, sizes in functions])())
+    sizes = arrays_of.sizes_of(automaton, (1, 3, 3, automaton.channels))
+    functions = (arrays_of._rows_read, sizes.layers), (arrays_of._rows_of_consumers, sizes)
+    wires, consumers = map(np.asarray, jax.jit(lambda: [table(automaton, rows) for table, rows in functions])())
     reads = sum(map(banks.cycles, halves(wires[None])))
     sums = 0
-    for t in plan.consumers.layers:
+    for t in sizes.consumers.layers:
         table = consumers[t.first :][: t.pairs * t.lanes].reshape(t.pairs, t.lanes)
         sums += sum(map(banks.cycles, halves(table)[: t.consumers]))
     return reads, sums

@@ -65,7 +65,7 @@ def test_it_lowers_for_cuda(N, dtype):
 def test_a_program_has_the_longest_lane_block_and_more_gates_of_a_short_one(gates, N, dtype, config):
     graph = _graph(jax.eval_shape(lambda: Wires.random(gates, gates, seed=0)))
     coefficients, x = jax.ShapeDtypeStruct((gates, 4), "float32"), jax.ShapeDtypeStruct((gates, N), dtype)
-    assert forward.heuristic(coefficients, graph, x) == config
+    assert forward.plan(coefficients, graph, x) == config
 
 
 def test_a_batch_of_part_of_a_warpgroup_is_refused():

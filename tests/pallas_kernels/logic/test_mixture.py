@@ -64,13 +64,6 @@ def test_what_they_take():
     assert "a table of 15 x 4" in kernels.mixture.unsupported(logits, table=_TABLE[:15])
 
 
-def test_they_pay_for_large_layers():
-    for count, pays in ((8000, False), (64000, True)):
-        dc, logits = (jax.ShapeDtypeStruct((count, n), "float32") for n in (4, 16))
-        assert kernels.mixture.pays(logits, table=_TABLE) == pays
-        assert kernels.mixture_gradient.pays(dc, logits, table=_TABLE) == pays
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 8000, 64000])
 def test_gpu_results_match_float64_and_repeat_their_bits(count):

@@ -370,3 +370,15 @@ def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("gates", "launched"), [(8000, False), (64000, True)])
+def test_kernels_compute_the_coefficients_of_large_layers(gates, launched):
+    wires = jax.eval_shape(lambda: Wires.random(gates, gates, seed=0))
+    shapes = (gates, 16), (128, gates)
+    logits, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    layer = functools.partial(jaxbp.gate_layer, implementation="pallas")
+    gradient = jax.grad(lambda logits, x, wires: jnp.sum(layer(logits, wires, x)))
+    with targeting(HOPPER):
+        program = str(jax.make_jaxpr(gradient)(logits, x, wires))
+    assert ("softmax_gates_backward" in program, "name=softmax_gates" in program) == (launched, True)

@@ -24,8 +24,7 @@ from jaxbp.logic.ops import _trees
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import trees
-from pallas_kernels.logic.tree_windows import Config
-from pallas_kernels.logic.trees_input_gradient import input_gradient
+from pallas_kernels.logic.trees import Config, input_gradient
 
 WIRES = TreeWires.random(3, 4, (3, 2), seed=0)
 # Kernel 0 reads one position four times, kernel 1 the corners. No kernel reads channel 1.
@@ -212,7 +211,7 @@ def test_kernels_in_the_simulator_match_the_formula(window, stride, pad, pool):
             for rows in (1, 2, 3):  # per CTA
                 found = input_gradient(
                     *(dleaves, places, wires.leaves, wires.readers, wires.reader_offsets),
-                    **geometry | dict(size=x.shape[:3], window=window, padding=pad, config=Config(rows)),
+                    **geometry | dict(size=x.shape[:3], padding=pad, config=Config(rows)),
                 )
                 assert_close(found, dx[:, pad[0] : pad[0] + 3, pad[1] : pad[1] + 3], "float32")
 

@@ -12,7 +12,7 @@ from helpers import assert_close, in_float64, normal
 import jaxbp
 from jaxbp import TreeWires
 from pallas_kernels.core.device import HOPPER
-from pallas_kernels.logic.trees_input_gradient import input_gradient
+from pallas_kernels.logic.trees import input_gradient
 
 CHANNELS, KERNELS, LEAVES = 6, 16, 8
 WIRES = TreeWires.random(CHANNELS, KERNELS, 3, seed=0)
@@ -38,7 +38,7 @@ def test_gradients_of_small_images(size, pool):
 
 def _of_four_by_four():
     """The compiler unrolls the loops for images this small."""
-    options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
+    options = dict(stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),
         jax.ShapeDtypeStruct((KERNELS, 2, 2, 128), jnp.uint8),

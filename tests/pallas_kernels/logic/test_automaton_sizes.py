@@ -14,8 +14,8 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
-    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
-    layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
+    sizes = arrays_of.sizes_of(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
+    layers, rows, first_update = sizes.layers, sizes.gradients, len(sizes.perception)
     written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
     sums = range(rows.kernel_sums.first, rows.kernel_sums.first + rows.kernel_sums.lanes)
     for i, layer in enumerate(layers):
@@ -23,19 +23,19 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
         if i < first_update:
             read |= set(written[first_update])
         assert not read & set(written[i])
-    assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
+    assert not {*range(sizes.inputs.lanes), *written[0], *written[first_update]} & set(sums)
     # The outputs' gradients are stored before the first layer's rows are computed.
     outputs = range(rows.outputs.first, rows.outputs.end)
     assert not {*range(layers[-1].first), *itertools.chain(*written), *sums} & set(outputs)
     assert max(*map(max, written), max(sums), max(outputs)) < rows.count
-    assert plan.neighbourhood <= plan.zeros < plan.inputs.lanes
+    assert sizes.neighborhood <= sizes.zeros < sizes.inputs.lanes
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
-    plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
-    inputs, layers = range(plan.inputs.lanes), plan.forward_layers
-    for before, layer in zip([plan.inputs, *layers], layers, strict=False):
+    sizes = arrays_of.sizes_of(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
+    inputs, layers = range(sizes.inputs.lanes), sizes.forward_layers
+    for before, layer in zip([sizes.inputs, *layers], layers, strict=False):
         assert not {*inputs, *range(before.first, before.end)} & set(range(layer.first, layer.end))
-    assert max(layer.end for layer in layers) == plan.forward_rows <= plan.rows
-    assert len(layers) < 4 or plan.forward_rows < plan.rows
+    assert max(layer.end for layer in layers) == sizes.forward_rows <= sizes.rows
+    assert len(layers) < 4 or sizes.forward_rows < sizes.rows

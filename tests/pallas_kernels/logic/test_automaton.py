@@ -12,11 +12,13 @@ from jaxbp.logic.ops import _automaton_formula as formula
 from jaxbp.logic.ops import _automaton_kernels as arrays_of
 from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
-from pallas_kernels.logic.automaton import kernels
-from pallas_kernels.logic.automaton.config import Config
+from pallas_kernels.logic import automaton as kernels
+from pallas_kernels.logic.automaton import Config
 
 PUBLISHED = dict(perception_kernels=16, perception_widths=[8, 4, 2], update_widths=[256] * 10 + [128, 64, 32, 16, 8, 8])
 SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # more layers would repeat the same code
+CHECKERBOARD = (8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8])
+LIZARD = (128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128])
 
 
 def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
@@ -46,16 +48,19 @@ def reference(automaton, coefficients, state, fires, dnew):
 
 def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
     """Launch the backward twice, so that the coefficients' gradients add up."""
-    prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
-    flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
+    prepared, sizes = (
+        arrays_of.prepare(coefficients, automaton, state.shape),
+        arrays_of.sizes_of(automaton, state.shape),
+    )
+    flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(sizes=sizes)
     if config:
         options["config"] = config
-    new = kernels.tick(prepared.lanes, prepared.wires.forward, flat, mask, **options)
-    total = jnp.zeros((config.programs, plan.gates, 4), jnp.float32) if config else arrays_of.zeros(prepared)
+    new = kernels.tick(prepared.lanes, prepared.wires, flat, mask, **options)
+    total = jnp.zeros((config.programs, sizes.gates, 4), jnp.float32) if config else arrays_of.zeros(prepared)
     for _ in range(2):
         gradient = arrays_of.enter_gradient(prepared, dnew)
         *gradient, total = kernels.tick_backward(
-            prepared.lanes, prepared.wires.backward, prepared.consumers, flat, mask, *gradient, total, **options
+            prepared.lanes, prepared.backward_wires, prepared.consumers, flat, mask, *gradient, total, **options
         )
     dstate = arrays_of.leave_gradient(prepared, gradient, jnp.float32)
     dc = jax.tree.map(lambda a: a / 2, arrays_of.finish(prepared, total))
@@ -101,6 +106,35 @@ def test_the_published_automaton_with_fewer_layers_lowers_for_cuda(device, grid)
         text = cuda_program(gradient, logits, state)
     assert "automaton_tick_backward" in text
     assert "scatter" not in text.replace("wires", "")
+
+
+def test_cells_at_a_time_are_as_many_as_fit_and_keep_all_programs_busy():
+    with targeting(HOPPER):
+        small = jaxbp.Automaton.create(*CHECKERBOARD, False, seed=0)
+        one_group = kernels.tick_backward.plan(sizes=arrays_of.sizes_of(small, (2, 16, 16, 8)))
+        assert (one_group.cells, one_group.totals_in_registers) == (4, False)
+        several = arrays_of.sizes_of(small, (4, 32, 32, 8))
+        groups, forward = (kernel.plan(sizes=several) for kernel in (kernels.tick_backward, kernels.tick))
+        assert (groups.cells, groups.totals_in_registers) == (8, True)
+        assert forward.programs > HOPPER.multiprocessors >= groups.programs
+        assert forward.programs * forward.cells * 2 == several.cells
+        lizard = jaxbp.Automaton.create(*LIZARD, True, seed=0)
+        large = kernels.tick_backward.plan(sizes=arrays_of.sizes_of(lizard, (1, 20, 20, 128)))
+        assert large.cells < 4 and not large.totals_in_registers
+
+
+def test_says_what_does_not_fit():
+    with targeting(HOPPER):
+        wide = jaxbp.Automaton.create(256, 16, [8, 4, 2], [4352, 2176, 1088, 544, 272, 256], True, seed=0)
+        sizes = arrays_of.sizes_of(wide, (1, 4, 4, 256))
+        assert "do not fit into shared memory" in kernels.tick_backward.unsupported(sizes=sizes)
+        state = jnp.zeros((1, 4, 4, 256))
+        logits = (
+            [jnp.zeros((16, w.gates, 16)) for w in wide.perception],
+            [jnp.zeros((w.gates, 16)) for w in wide.update],
+        )
+        with pytest.raises(NotImplementedError, match="automaton_step: implementation='pallas' does not take"):
+            jaxbp.automaton_step(logits, wide, state, implementation="pallas")
 
 
 @pytest.mark.gpu
