@@ -210,7 +210,7 @@ TESTED_ELSEWHERE = {
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
-    *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels", "trees")),
+    *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels")),
     "jaxbp/logic/circuits/convolution",
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(

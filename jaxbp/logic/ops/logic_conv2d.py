@@ -4,6 +4,7 @@ A tree of depth d reads `2^d` leaves, which are positions in a window of its inp
 """
 
 import functools
+import itertools
 import math
 from typing import Unpack
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
-from jaxbp.common import checks
+from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import (
@@ -28,7 +29,6 @@ from jaxbp.common.windows import (
 )
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.ops import _trees
 from jaxbp.logic.ops.gate_layer import COEFFICIENTS
 from jaxbp.logic.wires.tree_wires import TreeWires
 from jaxbp.ops.conv import max_pool2d
@@ -37,31 +37,108 @@ from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import trees
-
-
-def _forward(coefficients, wires, x, *, stride, padding, pool):
-    padded = jnp.moveaxis(upcast(_padded(x, padding)), 0, -1)
-    y, indices = _trees.forward(coefficients, wires, padded, stride=stride, pool=pool)
-    return _examples_first((y.astype(x.dtype), indices))
-
-
-def _gradients(dy, indices, coefficients, wires, x, *, stride, padding, pool):
-    dy, indices, padded = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, indices, _padded(x, padding)))
-    dc, dx = _trees.gradients(upcast(dy), indices, coefficients, wires, upcast(padded), stride=stride, pool=pool)
-    return dc.astype(coefficients.dtype), None, _cropped(_examples_first(dx.astype(x.dtype)), x, padding)
+from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def _padded(x, padding):
-    return jnp.pad(x, ((0, 0), (0, 0), *padding))
+    """Return x with padding, and with the examples last: `(channels, height, width, N)`."""
+    return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 0), *padding)), 0, -1)
 
 
-def _cropped(dx, x, padding):
+def _leaves(wires, x, stride, pool):
+    """Return the positions in a pooling window, and the functions `read` and `add` for padded images x."""
+    (s, t), (p, q), N = stride, pool, x.shape[-1]
+    height, width = output_size(x.shape[1:3], wires.window, stride=stride, padding=((0, 0), (0, 0)))
+    rows, columns = height // p, width // q
+
+    def read(leaf, u, v):
+        """Return the pixels that a leaf reads if its tree is at position (u, v) of each pooling window: one per pooling
+        window and example, `(rows, columns, N)`. `leaf` is a channel, and a row and a column in the tree's window."""
+        channel, row, column = leaf
+        span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, N)
+        begin = (channel, row + u * s, column + v * t, jnp.zeros_like(channel))
+        return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
+
+    def add(dx, leaf, dleaf, places):
+        """Add the gradients of the pixels that `leaf` reads if its tree is at the position `places`."""
+        if places is not None:
+            window = jnp.arange(p * q, dtype=places.dtype).reshape(1, p, 1, q, 1)
+            chosen = places[:, None, :, None] == window
+            dleaf = jnp.where(chosen, dleaf[:, None, :, None], 0).reshape(rows * p, columns * q, N)
+        spread = lax.pad(dleaf, jnp.zeros((), dleaf.dtype), [(0, 0, s - 1), (0, 0, t - 1), (0, 0, 0)])[None]
+        begin = (*leaf, jnp.zeros_like(leaf[0]))
+        return lax.dynamic_update_slice(dx, lax.dynamic_slice(dx, begin, spread.shape) + spread, begin)
+
+    return list(itertools.product(range(p), range(q))), read, add
+
+
+def _forward(coefficients, wires, x, *, stride, padding, pool):
+    """Return the maximum of each tree in each pooling window, and its row-major position in the window, or None for
+    windows of size 1."""
+    window, read, _ = _leaves(wires, upcast(_padded(x, padding)), stride, pool)
+    dtype = jnp.uint8 if len(window) <= 256 else jnp.int32
+
+    def of_kernel(_, kernel):
+        c, leaves = kernel
+        largest = place_of_largest = None
+        for place, (u, v) in enumerate(window):
+            *_, (value,) = levels_of_tree(c, [read(leaf, u, v) for leaf in leaves])
+            if place == 0:
+                largest, place_of_largest = value, jnp.zeros(value.shape, dtype)
+            else:
+                # Keep the first maximum, or the first NaN.
+                is_larger = ~(value <= largest) & (largest == largest)
+                largest = jnp.where(is_larger, value, largest)
+                place_of_largest = jnp.where(is_larger, jnp.asarray(place, dtype), place_of_largest)
+        return None, (largest, place_of_largest if len(window) > 1 else None)
+
+    y, indices = lax.scan(of_kernel, None, (coefficients, wires.leaves))[1]
+    return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), (y.astype(x.dtype), indices))
+
+
+def _gradients(dy, indices, coefficients, wires, x, *, stride, padding, pool):
+    dy, indices = jax.tree.map(lambda a: jnp.moveaxis(a, 0, -1), (dy, indices))
+    dy, padded = upcast(dy), upcast(_padded(x, padding))
+    window, read, add = _leaves(wires, padded, stride, pool)
+
+    def at_place(places, leaf):
+        if places is None:
+            return read(leaf, 0, 0)
+        found = ((i, read(leaf, u, v)) for i, (u, v) in enumerate(window))
+        return functools.reduce(lambda chosen, new: jnp.where(places == new[0], new[1], chosen), found, 0.0)
+
+    def of_kernel(dx, kernel):
+        dy, places, c, leaves = kernel
+        values = [at_place(places, leaf) for leaf in leaves]
+        # Without the barrier, XLA would recompute the values in each sum below.
+        levels = levels_of_tree(c, barriers.optimization_barrier(values))
+        dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
+        for leaf, dleaf in zip(leaves, dleaves, strict=True):
+            dx = add(dx, leaf, dleaf, places)
+        return dx, jnp.stack([jnp.stack([_sum(t) for t in terms]) for terms in dc])
+
+    dx, dc = lax.scan(of_kernel, jnp.zeros_like(padded), (dy, indices, coefficients, wires.leaves))
     (top, _), (left, _) = padding
-    return dx[:, :, top : top + x.shape[2], left : left + x.shape[3]]
+    dx = jnp.moveaxis(dx.astype(x.dtype), -1, 0)[:, :, top : top + x.shape[2], left : left + x.shape[3]]
+    return dc.astype(coefficients.dtype), None, dx
 
 
-def _examples_first(arrays):
-    return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), arrays)
+@jax.custom_jvp
+def _kept(arrays):
+    return barriers.optimization_barrier(arrays)
+
+
+@_kept.defjvp
+def _(arrays, tangents):
+    # JAX cannot differentiate a joint barrier of arrays that depend on the differentiated input and arrays that do not.
+    return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
+
+
+def _sum(a: Array) -> Array:
+    # One axis after the other is more accurate. Without the barriers, XLA would merge the sums.
+    for _ in range(a.ndim):
+        a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
+    return a
 
 
 def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
@@ -71,19 +148,20 @@ def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
 
 
 def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, pool):
-    geometry = dict(stride=stride, padding=padding, pool=pool)
-    kernel, formula = (functools.partial(f, **geometry) for f in (_gradients_on_gpu, _gradients))
-    return on_gpu(kernel, formula, dy, indices, coefficients, wires, x)
+    geometry = dict(stride=stride, pool=pool)
 
+    def kernels(dy, indices, coefficients, wires, x):
+        dy, indices = jax.tree.map(batch_last, (dy, indices))
+        arrays, leaves = (coefficients, wires.leaves, _padded_last(x, padding)), (wires.leaves, wires.readers)
+        dc, dleaves = trees.leaf_gradients(dy, indices, *arrays, window=wires.window, **geometry)
+        begins = tuple(before for before, _ in padding)
+        dx = trees.input_gradient(
+            dleaves, indices, *leaves, wires.reader_offsets, size=x.shape[1:], padding=begins, **geometry
+        )
+        return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
-def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, pool):
-    dy, indices = jax.tree.map(batch_last, (dy, indices))
-    arrays, geometry = (coefficients, wires.leaves, _padded_last(x, padding)), dict(stride=stride, pool=pool)
-    dc, dleaves = trees.leaf_gradients(dy, indices, *arrays, window=wires.window, **geometry)
-    arrays = wires.leaves, wires.readers, wires.reader_offsets
-    geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
-    dx = trees.input_gradient(dleaves, indices, *arrays, **geometry)
-    return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
+    formula = functools.partial(_gradients, padding=padding, **geometry)
+    return on_gpu(kernels, formula, dy, indices, coefficients, wires, x)
 
 
 def _padded_last(x, padding):
@@ -95,28 +173,19 @@ def _save(forward, coefficients, wires, x, **options):
     return (y, indices), (indices, coefficients, wires, x)
 
 
-def _pair(forward):
-    return Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
-
-
 _TREES_BACKWARD = Op(
     "trees_backward",
     {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched(0, 1, 4))},
 )
-_TREES = Op(
-    "trees",
-    {
-        "xla": functools.partial(_pair(_forward), implementation="xla"),
-        "pallas": functools.partial(
-            _pair(differentiable(_forward_kernel, _forward, batched(2))), implementation="pallas"
-        ),
-    },
-)
+_TREES = {
+    name: Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
+    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched(2))))
+}
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
     coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
-    return _TREES(coefficients, wires, x, implementation=implementation, **options)
+    return _TREES[implementation](coefficients, wires, x, implementation=implementation, **options)
 
 
 def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization, implementation, **options):
@@ -126,7 +195,7 @@ def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization,
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    wide = upcast(_padded(x, padding))
+    wide = upcast(jnp.pad(x, ((0, 0), (0, 0), *padding)))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
     row = row + stride[0] * jnp.arange(rows)[None, None, :, None]
@@ -228,11 +297,8 @@ def logic_conv2d_backward(
     dlogits follows from dc as in `gate_layer_backward`. dx at a position is the sum of the gradients of all leaves that
     read it.
     """
-    op = "logic_conv2d_backward"
-    arguments = logits, x
-    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
-    gradients = _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
-    return in_dtypes_of(arguments, gradients)
+    options = 1, stride, padding, parametrization, implementation
+    return _call_backward("logic_conv2d_backward", dy, logits, wires, x, *options)
 
 
 def logic_conv2d_or_pool2d(
@@ -293,15 +359,8 @@ def logic_conv2d_or_pool2d_backward(
 
     `indices` come from `logic_conv2d_or_pool2d_with_indices`. An index outside of its window gives an undefined result.
     """
-    op = "logic_conv2d_or_pool2d_backward"
-    arguments = logits, x
-    dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
-    indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
-    if options["pool"] == (1, 1):
-        indices = None
-    backward = _LOGIC_CONV2D_BACKWARD.named(op)
-    gradients = backward(dy, indices, logits, wires, x, implementation=implementation, **options)
-    return in_dtypes_of(arguments, gradients)
+    options = pool, stride, padding, parametrization, implementation
+    return _call_backward("logic_conv2d_or_pool2d_backward", dy, logits, wires, x, *options, indices)
 
 
 @with_pool_options
@@ -324,6 +383,20 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
     return _LOGIC_CONV2D.named(op)(logits, wires, x, implementation=implementation, **options)
 
 
+def _call_backward(op, dy, logits, wires, x, pool, stride, padding, parametrization, implementation, *indices):
+    arguments = logits, x
+    logits, x, options = _check(op, logits, wires, x, pool, stride, padding, parametrization)
+    dy, x = checks.floating(op, dy=dy, x=x)
+    size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
+    checks.shape(op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True)))
+    indices = max_pool2d.check_indices(op, "indices", *indices, dy.shape) if indices else None
+    if options["pool"] == (1, 1):
+        indices = None
+    backward = _LOGIC_CONV2D_BACKWARD.named(op)
+    gradients = backward(dy, indices, logits, wires, x, implementation=implementation, **options)
+    return in_dtypes_of(arguments, gradients)
+
+
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
@@ -341,11 +414,3 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
             f"{op}: pool is {pool[0]} x {pool[1]}; wants at most {size[0]} x {size[1]}, the number of positions"
         )
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
-
-
-def _check_gradient(op, dy, logits, wires, x, *options):
-    logits, x, options = _check(op, logits, wires, x, *options)
-    dy, x = checks.floating(op, dy=dy, x=x)
-    size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
-    checks.shape(op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True)))
-    return dy, logits, x, options
