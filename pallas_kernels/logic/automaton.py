@@ -144,7 +144,7 @@ def tick(
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
-    return _launch(coefficients, wires, None, state, fires, (None, None, None), sizes, config, "automaton_tick")[0]
+    return _launch(coefficients, wires, None, state, fires, None, sizes, config, "automaton_tick")[0]
 
 
 @kernel(plan=_plan)
@@ -179,7 +179,7 @@ def tick_backward(
       total: `(config.programs, sizes.gates, 4)` float32.
     """
     gradients, name = (dseen, dkept, total), "automaton_tick_backward"
-    return _launch(coefficients, wires, consumers, state, fires, gradients, sizes, config, name)[1:]
+    return _launch(coefficients, wires, consumers, state, fires, gradients, sizes, config, name)[1]
 
 
 class _Part(NamedTuple):
@@ -245,27 +245,12 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
     groups = -(-sizes.cells // (config.cells * config.programs))
     is_copied = is_backward and groups > 1 and not config.totals_in_registers
 
-    def body(
-        c_ref,
-        wires_ref,
-        consumers_ref,
-        state_ref,
-        fires_ref,
-        dseen_ref,
-        dkept_ref,
-        total_ref,
-        new_state_ref,
-        dseen_out,
-        dkept_out,
-        total_out,
-        slices_ref,
-        barrier,
-        *,
-        program,
-        warpgroup,
-    ):
+    def body(*refs, program, warpgroup):
+        c_ref, wires_ref, consumers_ref, state_ref, fires_ref, gradients_in, *written = refs
+        new_state_ref, gradients_out, slices_ref, barrier = written
         if is_backward:
-            total_ref, total_out = total_ref.at[program], total_out.at[program]
+            (dseen_ref, dkept_ref, totals_ref), (dseen_out, dkept_out, totals_out) = gradients_in, gradients_out
+            total_ref, total_out = totals_ref.at[program], totals_out.at[program]
 
         # The division of a layer's rows, and of the slices of a group, among the warpgroups.
 
@@ -608,13 +593,8 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
     rows = sizes.gradients.count if is_backward else sizes.forward_rows
     return launch(
         body,
-        coefficients,
-        wires,
-        consumers,
-        state,
-        fires,
-        *gradients,
-        out=(None if is_backward else state, *gradients),
+        *(coefficients, wires, consumers, state, fires, gradients),
+        out=(None if is_backward else state, gradients),
         grid={"program": config.programs},
         warpgroups=config.warpgroups,
         scratch=[plgpu.SMEM((config.slices, rows, width), jnp.float32), plgpu.Barrier(num_arrivals=config.warpgroups)],

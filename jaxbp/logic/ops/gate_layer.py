@@ -269,50 +269,63 @@ def _for_many_gates(kernel, formula):
     return differentiable(function, formula, batched(0, 1))
 
 
-_GATES_BACKWARD = Op(
-    "gates_backward",
-    {
-        "xla": differentiable(_gradients, _gradients_by_autodiff),
-        "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
-    },
-)
-_GATES = {
-    name: Pair(forward, _GATES_BACKWARD, name="gates")
-    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched(2))))
+_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched(2))}
+_GRADIENTS = {
+    "xla": differentiable(_gradients, _gradients_by_autodiff),
+    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
 }
-COEFFICIENTS = {
-    "softmax": Pair(
-        gates.softmax,
-        {"xla": gates.softmax_backward, "pallas": _for_many_gates(mixture_gradient, gates.softmax_backward)},
-        save={
-            "xla": functools.partial(saving_arguments, gates.softmax),
-            "pallas": functools.partial(saving_arguments, _for_many_gates(mixture, gates.softmax)),
-        },
-        residuals=given_arguments,
-        name="softmax_gates",
-    ),
+_COEFFICIENTS = {
+    "softmax": {
+        "xla": (gates.softmax, gates.softmax_backward),
+        "pallas": (
+            _for_many_gates(mixture, gates.softmax),
+            _for_many_gates(mixture_gradient, gates.softmax_backward),
+        ),
+    },
     # Parametrizations without sums over the 16 functions are as fast in XLA as in a kernel.
     **{
-        name: Pair(
-            functools.partial(gates.of_rows, parametrization=name),
-            dict.fromkeys(("pallas", "xla"), functools.partial(gates.of_rows_backward, parametrization=name)),
-            name=f"{name}_gates",
+        name: dict.fromkeys(
+            ("xla", "pallas"),
+            tuple(functools.partial(f, parametrization=name) for f in (gates.of_rows, gates.of_rows_backward)),
         )
         for name in gates.BASES
     },
 }
+COEFFICIENTS = {
+    name: Pair(
+        rules["xla"][0],
+        {key: backward for key, (_, backward) in rules.items()},
+        save={key: functools.partial(saving_arguments, forward) for key, (forward, _) in rules.items()},
+        residuals=given_arguments,
+        name=f"{name}_gates",
+    )
+    for name, rules in _COEFFICIENTS.items()
+}
 
 
 def _layer(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = COEFFICIENTS[parametrization](upcast(parameters), implementation=implementation)
-    return _GATES[implementation](coefficients, wires, x, groups=groups, implementation=implementation)
+    coefficients = COEFFICIENTS[parametrization].forward(upcast(parameters))
+    return _FORWARD[implementation](coefficients, wires, x, groups=groups)
 
 
-def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
+def _save(parameters, wires, x, *, parametrization, groups, implementation):
+    coefficients = _COEFFICIENTS[parametrization][implementation][0](upcast(parameters))
+    y = _FORWARD[implementation](coefficients, wires, x, groups=groups)
+    return y, (parameters, coefficients, wires, x)
+
+
+def _layer_backward(dy, parameters, coefficients, wires, x, *, parametrization, groups, implementation):
     # dc stays in float32 or wider, because its sum over the batch could overflow in half precision.
-    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
-    dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
-    return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
+    dc, _, dx = _GRADIENTS[implementation](dy, coefficients, wires, x, groups=groups)
+    _, backward = _COEFFICIENTS[parametrization][implementation]
+    return backward(dc, upcast(parameters)).astype(parameters.dtype), None, dx
+
+
+def _gradients_of_layer(dy, parameters, wires, x, *, parametrization, **options):
+    coefficients = COEFFICIENTS[parametrization].forward(upcast(parameters))
+    arrays = dy, parameters, coefficients, wires, x
+    dparameters, _, dx = _layer_backward(*arrays, parametrization=parametrization, **options)
+    return dparameters, dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
@@ -329,10 +342,15 @@ def _definition_backward(dy, parameters, wires, x, **options):
     return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
+def _pair(name):
+    layer, save, backward = (functools.partial(f, implementation=name) for f in (_layer, _save, _layer_backward))
+    return functools.partial(Pair(layer, {name: backward}, save=save, name="gate_layer"), implementation=name)
+
+
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
-_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition} | {name: _pair(name) for name in ("pallas", "xla")})
 _GATE_LAYER_BACKWARD = _public_op(
-    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_gradients_of_layer)}
 )
 
 
