@@ -200,10 +200,6 @@ class _Part(NamedTuple):
     is_shared: bool
     is_last: bool
 
-    @property
-    def rows(self) -> Any:
-        return pl.ds(self.first, self.lanes)
-
 
 class _Step(NamedTuple):
     """A step of a warpgroup, such as computing a `_Part`. It calls `compute(fetched)`, or
@@ -220,23 +216,6 @@ class _Step(NamedTuple):
     compute: Callable[..., None]
     is_last: bool = False
     read: Callable[[Any], Any] | None = None
-
-
-class _StateElements(NamedTuple):
-    """Locations of state elements, each one channel of one cell.
-
-    Attributes:
-      row, column: the element's position among the last layer's rows of shared memory: its channel, and its cell's
-        index in the slice.
-      place: the element's index in the state in device memory.
-      valid: False for padding.
-    """
-
-    row: Array
-    column: Array
-    place: Array
-    cell: Array
-    valid: Array
 
 
 def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, config, name):
@@ -279,9 +258,6 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
 
         # Cells, and the elements of their states and neighborhoods. `group` is the index of a group's first cell.
 
-        def first_cell(group, s):
-            return group + s * width
-
         def neighbor(cell, row_offset, column_offset):
             row = remainder(quotient(cell, sizes.width), sizes.height) + row_offset
             column = remainder(cell, sizes.width) + column_offset
@@ -298,17 +274,24 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             lane = lane + part.offset
             place = quotient(lane, channels)
             row_offset, column_offset = quotient(place, 3) - 1, remainder(place, 3) - 1
-            cell, valid = neighbor(column + first_cell(group, s), row_offset, column_offset)
+            cell, valid = neighbor(column + (group + s * width), row_offset, column_offset)
             return cell * channels + remainder(lane, channels), valid & (lane < sizes.neighborhood)
 
         def state_elements(part, group, s):
+            """Return the locations of state elements, each one channel of one cell.
+
+            - row, column: the element's position among the last layer's rows of shared memory: its channel, and its
+              cell's index in the slice.
+            - place: the element's index in the state in device memory.
+            - cell, valid: its cell, and False for padding.
+            """
             lane = lane_and_column(part.lanes, 1)[0] + part.offset
             column, channel = quotient(lane, channels), remainder(lane, channels)
-            is_element, cell = lane < channels * width, column + first_cell(group, s)
+            is_element, cell = lane < channels * width, column + (group + s * width)
             valid = is_element & (cell < sizes.cells)
             # Padding lanes use an unused row after the last channel's row.
             row, column = jnp.where(is_element, channel, channels), jnp.where(is_element, column, 0)
-            return _StateElements(row, column, jnp.where(valid, cell, sizes.cells) * channels + channel, cell, valid)
+            return row, column, jnp.where(valid, cell, sizes.cells) * channels + channel, cell, valid
 
         # Transfers of data from device to shared memory, each a step per group.
 
@@ -331,37 +314,37 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
 
         def write_states(part, group, s, states):
             valid = seen_elements(part, group, s)[1]
-            slices_ref.at[s][part.rows] = jnp.where(valid, states.astype(jnp.float32), 0.0)
+            slices_ref.at[s][pl.ds(part.first, part.lanes)] = jnp.where(valid, states.astype(jnp.float32), 0.0)
 
-        def seen_by(elements):
+        def seen_by(place, cell, valid):
             """Yield nine pairs of arrays (index, valid), one per position in a neighborhood.
 
-            `dseen_ref[index]` has the gradients of the cells that see `elements` at this position. `valid` is False for
-            padding, and for seeing cells outside of the grid.
+            `dseen_ref[index]` has the gradients of the cells that see the state elements at this position. `valid` is
+            False for padding, and for seeing cells outside of the grid.
             """
-            channel = elements.place - elements.cell * channels
+            channel = place - cell * channels
             for p in range(NEIGHBORS):
                 # The cell at the offset opposite to position p sees this cell at position p.
-                cell, valid = neighbor(elements.cell, 1 - p // 3, 1 - p % 3)
-                yield cell * sizes.neighborhood + p * channels + channel, valid & elements.valid
+                seeing_cell, is_cell = neighbor(cell, 1 - p // 3, 1 - p % 3)
+                yield seeing_cell * sizes.neighborhood + p * channels + channel, is_cell & valid
 
         def load_terms(part, group, s):
             """Load the terms of the gradients with respect to the next states."""
-            elements = state_elements(part, group, s)
-            dseen = [_gather(dseen_ref, *seen) for seen in seen_by(elements)]
-            fires = None if fires_ref is None else _gather(fires_ref, elements.cell, elements.valid)
-            return gather_elements(dkept_ref, elements.place), dseen, fires
+            _, _, place, cell, valid = state_elements(part, group, s)
+            dseen = [_gather(dseen_ref, *seen) for seen in seen_by(place, cell, valid)]
+            fires = None if fires_ref is None else _gather(fires_ref, cell, valid)
+            return gather_elements(dkept_ref, place), dseen, fires
 
         def write_sums(part, group, s, terms):
             """Write the sums of the terms to shared memory if the cell fires (updates), else to `dkept_out`."""
-            elements, (dy, dseen, fires) = state_elements(part, group, s), terms
-            for gradient, (_, valid) in zip(dseen, seen_by(elements), strict=True):
-                dy = dy + jnp.where(valid, gradient, 0.0)
-            dy, dkept = jnp.where(elements.valid, dy, 0.0), zeros_like(dy)
+            (row, column, place, cell, valid), (dy, dseen, fires) = state_elements(part, group, s), terms
+            for gradient, (_, is_seen) in zip(dseen, seen_by(place, cell, valid), strict=True):
+                dy = dy + jnp.where(is_seen, gradient, 0.0)
+            dy, dkept = jnp.where(valid, dy, 0.0), zeros_like(dy)
             if fires is not None:
                 dy, dkept = jnp.where(fires != 0, dy, 0.0), jnp.where(fires != 0, 0.0, dy)
-            scatter_elements(dkept_out, dkept, elements.place)
-            scatter_elements(slices_ref.at[s], dy, sizes.gradients.outputs.first + elements.row, elements.column)
+            scatter_elements(dkept_out, dkept, place)
+            scatter_elements(slices_ref.at[s], dy, sizes.gradients.outputs.first + row, column)
 
         transfers = [functools.partial(transfer_step, sizes.inputs, load_states, write_states)]
         if is_backward:
@@ -393,7 +376,7 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
                         outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
                     # The compiler does not know that reads and writes access different rows, so it keeps their order.
                     for s, y in zip(slices, outputs, strict=True):
-                        slices_ref.at[s][part.rows] = y
+                        slices_ref.at[s][pl.ds(part.first, part.lanes)] = y
 
             return _Step(functools.partial(fetch_gates, i, part), compute, part.is_last)
 
@@ -402,14 +385,13 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
                 @divided(part)
                 def _(slices):
                     for s in slices:
-                        elements = state_elements(part, group, s)
-                        row = sizes.forward_layers[-1].first + elements.row
-                        outputs = jnp.clip(gather_elements(slices_ref.at[s], row, elements.column), 0.0, 1.0)
-                        outputs = outputs.astype(new_state_ref.dtype)
+                        row, column, place, cell, valid = state_elements(part, group, s)
+                        outputs = gather_elements(slices_ref.at[s], sizes.forward_layers[-1].first + row, column)
+                        outputs = jnp.clip(outputs, 0.0, 1.0).astype(new_state_ref.dtype)
                         if fires_ref is not None:
-                            fired = _gather(fires_ref, elements.cell, elements.valid) != 0
-                            outputs = jnp.where(fired, outputs, gather_elements(state_ref, elements.place))
-                        scatter_elements(new_state_ref, outputs, elements.place)
+                            fired = _gather(fires_ref, cell, valid) != 0
+                            outputs = jnp.where(fired, outputs, gather_elements(state_ref, place))
+                        scatter_elements(new_state_ref, outputs, place)
 
             return _Step(tuple, compute)
 
@@ -485,7 +467,7 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
                     for s in slices:
                         rows = (firsts[0] + k * channels for k in range(sizes.kernels))
                         terms = (gather_rows(slices_ref.at[s], row) for row in rows)
-                        slices_ref.at[s][part.rows] = functools.reduce(operator.add, terms)
+                        slices_ref.at[s][pl.ds(part.first, part.lanes)] = functools.reduce(operator.add, terms)
 
             return _Step(functools.partial(fetch_consumers, sizes.consumers.kernel_sums, part), compute, part.is_last)
 
@@ -498,7 +480,7 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
                     for s in slices:
                         gradients = sum_consumers(s, table, pairs)
                         lane, column = lane_and_column(part.lanes, width)
-                        lane, cell = lane + part.offset, column + first_cell(group, s)
+                        lane, cell = lane + part.offset, column + (group + s * width)
                         valid = (lane < sizes.neighborhood) & (cell < sizes.cells)
                         place, unused = cell * sizes.neighborhood + lane, lane + sizes.cells * sizes.neighborhood
                         place = jnp.where(valid, place, unused)
