@@ -72,7 +72,8 @@ def _without_rows(memory):
     return "states" if memory == "all" else memory
 
 
-def _last_state(backend, *arrays, memory, **options):
+def _last_state(backend, coefficients, automaton, state, draws, *, memory, **options):
+    arrays = coefficients, automaton, state, draws
     return _ticks(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
 
 
@@ -114,11 +115,11 @@ def _ticks_backward_by_autodiff(dlast, coefficients, automaton, state, draws, ke
 
 def _batch_axes(coefficients, automaton, state, draws):
     # Random values are drawn for all grids at once.
-    return Axes({2: 0} if draws is None else {})
+    return Axes({"state": 0} if draws is None else {})
 
 
 def _backward_batch_axes(dlast, coefficients, automaton, state, draws, kept):
-    return Axes({0: 0, 3: 0} if kept is None else {})
+    return Axes({"dlast": 0, "state": 0} if kept is None else {})
 
 
 def _save(backend, forward, *arrays, **options):

@@ -266,13 +266,13 @@ def _for_many_gates(kernel, formula):
             return formula(*arrays)
         return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
 
-    return differentiable(function, formula, batched(0, 1))
+    return differentiable(function, formula, batched("logits", "dc"))
 
 
-_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched(2))}
+_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
 _GRADIENTS = {
     "xla": differentiable(_gradients, _gradients_by_autodiff),
-    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched(0, 3)),
+    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
 }
 _COEFFICIENTS = {
     "softmax": {

@@ -175,11 +175,11 @@ def _save(forward, coefficients, wires, x, **options):
 
 _TREES_BACKWARD = Op(
     "trees_backward",
-    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched(0, 1, 4))},
+    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched("dy", "indices", "x"))},
 )
 _TREES = {
     name: Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
-    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched(2))))
+    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched("x"))))
 }
 
 
