@@ -162,7 +162,7 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
     rows, dy = upcast(_features_first(x)), _features_first(dy.astype(x.dtype))
     dy = upcast(jnp.repeat(dy, wires.gates // len(dy), axis=0))
     dc, dx = gradients_of_rows(dy, coefficients.T, wires, rows)
-    return dc.T.astype(coefficients.dtype), None, _features_last(dx.astype(x.dtype), x.shape[:-1])
+    return dc.T.astype(coefficients.dtype), _features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
@@ -170,8 +170,7 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
     def forward(coefficients, x):
         return _values(_copies_of_inputs(wires, upcast(_features_first(x))), coefficients, x, groups)
 
-    dc, dx = jax.vjp(forward, coefficients, x)[1](dy)
-    return dc, None, dx
+    return jax.vjp(forward, coefficients, x)[1](dy)
 
 
 def _copies_of_inputs(wires, rows):
@@ -215,7 +214,7 @@ def _forward_kernel(coefficients, wires, x, *, groups=None):
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
     dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
-    return dc.astype(coefficients.dtype), None, dx
+    return dc.astype(coefficients.dtype), dx
 
 
 _SHORT_ROW = 512
@@ -252,8 +251,6 @@ def _examples_last(x):
 
 
 _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
-
-
 _MIN_GATES = 2**15
 """Fewest gates for which the kernels of `mixture` are faster than XLA, measured with 8,000 and 64,000:
 docs/lab/2026-11-24-logic.md."""
@@ -303,29 +300,42 @@ COEFFICIENTS = {
 }
 
 
-def _layer(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = COEFFICIENTS[parametrization].forward(upcast(parameters))
+# Parameters of half precision are cast to float32 first, because the sum of dc over the batch could overflow.
+
+
+def _wide_layer(parameters, wires, x, *, parametrization, groups, implementation):
+    coefficients = COEFFICIENTS[parametrization].forward(parameters)
     return _FORWARD[implementation](coefficients, wires, x, groups=groups)
 
 
 def _save(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = _COEFFICIENTS[parametrization][implementation][0](upcast(parameters))
+    coefficients = _COEFFICIENTS[parametrization][implementation][0](parameters)
     y = _FORWARD[implementation](coefficients, wires, x, groups=groups)
     return y, (parameters, coefficients, wires, x)
 
 
-def _layer_backward(dy, parameters, coefficients, wires, x, *, parametrization, groups, implementation):
-    # dc stays in float32 or wider, because its sum over the batch could overflow in half precision.
-    dc, _, dx = _GRADIENTS[implementation](dy, coefficients, wires, x, groups=groups)
-    _, backward = _COEFFICIENTS[parametrization][implementation]
-    return backward(dc, upcast(parameters)).astype(parameters.dtype), None, dx
+def _wide_gradients(dy, parameters, coefficients, wires, x, *, parametrization, groups, implementation):
+    dc, dx = _GRADIENTS[implementation](dy, coefficients, wires, x, groups=groups)
+    return _COEFFICIENTS[parametrization][implementation][1](dc, parameters), None, dx
 
 
-def _gradients_of_layer(dy, parameters, wires, x, *, parametrization, **options):
-    coefficients = COEFFICIENTS[parametrization].forward(upcast(parameters))
-    arrays = dy, parameters, coefficients, wires, x
-    dparameters, _, dx = _layer_backward(*arrays, parametrization=parametrization, **options)
-    return dparameters, dx
+def _pair(name):
+    layer, save, backward = (functools.partial(f, implementation=name) for f in (_wide_layer, _save, _wide_gradients))
+    return Pair(layer, {name: backward}, save=save, name="gate_layer")
+
+
+_LAYERS = {name: _pair(name) for name in ("pallas", "xla")}
+
+
+def _layer(parameters, wires, x, *, implementation, **options):
+    return _LAYERS[implementation](upcast(parameters), wires, x, implementation=implementation, **options)
+
+
+def _layer_backward(dy, parameters, wires, x, *, parametrization, **options):
+    wide = upcast(parameters)
+    arrays = dy, wide, COEFFICIENTS[parametrization].forward(wide), wires, x
+    dwide, _, dx = _wide_gradients(*arrays, parametrization=parametrization, **options)
+    return dwide.astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
@@ -342,15 +352,10 @@ def _definition_backward(dy, parameters, wires, x, **options):
     return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
 
 
-def _pair(name):
-    layer, save, backward = (functools.partial(f, implementation=name) for f in (_layer, _save, _layer_backward))
-    return functools.partial(Pair(layer, {name: backward}, save=save, name="gate_layer"), implementation=name)
-
-
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
-_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition} | {name: _pair(name) for name in ("pallas", "xla")})
+_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _GATE_LAYER_BACKWARD = _public_op(
-    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_gradients_of_layer)}
+    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
 )
 
 
