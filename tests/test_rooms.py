@@ -198,7 +198,6 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
 TESTED_ELSEWHERE = {
     # A part of a kernel, op, pair, or check is tested through it.
     *(
-        "pallas_kernels/conv/window_tiles_sm90",
         "pallas_kernels/core/mosaic",
         "pallas_kernels/logic/tree",
     ),
@@ -207,7 +206,6 @@ TESTED_ELSEWHERE = {
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
-    *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
     *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels")),

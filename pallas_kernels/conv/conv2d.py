@@ -6,7 +6,6 @@ tiles.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -34,11 +33,11 @@ class CorrelateConfig:
     lane_block: int
 
 
-def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateConfig:
+def _correlate_plan(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateConfig:
     return CorrelateConfig(channels=largest_divisor(w.shape[0], 8), lane_block=vector_length(x))
 
 
-@kernel(heuristic=_correlate_heuristic)
+@kernel(plan=_correlate_plan)
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride[0] + u, j * stride[1] + v, n] * w[k, c, u, v]`.
 
@@ -47,22 +46,33 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
     C, H, W, N = x.shape
     K, _, F, G = w.shape
     rows, columns = (H - F) // stride[0] + 1, (W - G) // stride[1] + 1
-    channels, lane_block, taps = config.channels, config.lane_block, _TapBlocks(C, F, G)
+    channels, lane_block = config.channels, config.lane_block
+    # The loop over taps unrolls these channels, rows, and columns of the filters.
+    unrolled_rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
+    unrolled_columns = G if unrolled_rows * G <= _MAX_UNROLLED_TAPS else 1
+    unrolled = largest_divisor(C, 8) if F * G == 1 else 1, unrolled_rows, unrolled_columns
+    turns = [size // part for size, part in zip((C, F, G), unrolled, strict=True)]
 
     def body(x_ref, w_ref, y_ref, *, block, i, k):
         lanes = pl.ds(block * lane_block, lane_block)
 
         def position(j, _):
-            def add_taps(t, sums):
+            def add_taps(turn, sums):
+                row = quotient(turn, turns[2])
+                first = quotient(turn, turns[1] * turns[2]), remainder(row, turns[1]), remainder(turn, turns[2])
+                taps = [
+                    tuple(n * part + t for n, part, t in zip(first, unrolled, tap, strict=True))
+                    for tap in itertools.product(*map(range, unrolled))
+                ]
                 sums = list(sums)
-                for c, u, v in taps.block(t):
+                for c, u, v in taps:
                     value = x_ref[c, i * stride[0] + u, j * stride[1] + v, lanes].astype(jnp.float32)
                     for o in range(channels):
                         sums[o] += value * w_ref[k * channels + o, c, u, v]
                 return tuple(sums)
 
             zero = zeros_like(x_ref[0, 0, 0, lanes])
-            sums = lax.fori_loop(0, taps.blocks, add_taps, (zero,) * channels)
+            sums = lax.fori_loop(0, math.prod(turns), add_taps, (zero,) * channels)
             for o in range(channels):
                 y_ref[k * channels + o, i, j, lanes] = sums[o].astype(y_ref.dtype)
 
@@ -76,24 +86,6 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
         grid={"block": N // lane_block, "i": rows, "k": K // channels},
         name="correlate",
     )
-
-
-class _TapBlocks:
-    def __init__(self, C: int, F: int, G: int):
-        self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
-        self.columns = G if self.rows * G <= _MAX_UNROLLED_TAPS else 1
-        self.channels = largest_divisor(C, 8) if F * G == 1 else 1
-        self.shape = (C // self.channels, F // self.rows, G // self.columns)
-        self.blocks = math.prod(self.shape)
-
-    def block(self, n: Any) -> list[tuple[Any, Any, Any]]:
-        _, rows, columns = self.shape
-        c, u = quotient(n, rows * columns), remainder(quotient(n, columns), rows)
-        v = remainder(n, columns)
-        return [
-            (c * self.channels + ct, u * self.rows + ut, v * self.columns + vt)
-            for ct, ut, vt in itertools.product(range(self.channels), range(self.rows), range(self.columns))
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +103,7 @@ class CorrelateBatchConfig:
         return self.out_channels, self.in_channels, self.rows, self.columns
 
 
-def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateBatchConfig:
+def _correlate_batch_plan(dy: Any, x: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateBatchConfig:
     K, C, F, G = filters = _filters(dy, x, stride)
     rows = F if F * G <= _MAX_ACCUMULATORS else 1
     columns = G if rows * G <= _MAX_ACCUMULATORS else 1
@@ -131,16 +123,41 @@ def _units(dy):
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
-@kernel(heuristic=_correlate_batch_heuristic)
+@kernel(plan=_correlate_batch_plan)
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride[0] + u, j * stride[1] + v, n]`.
 
     The number of examples is a multiple of `LANES`. dw is float32, summed in a fixed order.
     """
-    filters, units = _filters(dy, x, stride), _units(dy)
+    filters, units, (_, rows, columns, _) = _filters(dy, x, stride), _units(dy), dy.shape
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
+    per_split, tile = -(-units // config.splits), list(itertools.product(*map(range, config.tile)))
+
+    def body(dy_ref, x_ref, dw_ref, *, split, k, c, u, v):
+        def add_position(n, sums):
+            unit, j = quotient(n, columns), remainder(n, columns)
+            i, lanes = remainder(unit, rows), pl.ds(quotient(unit, rows) * LANES, LANES)
+            gradients = [
+                dy_ref[k * config.out_channels + o, i, j, lanes].astype(jnp.float32) for o in range(config.out_channels)
+            ]
+            sums, loaded = list(sums), {}
+            for s, (kt, ct, ut, vt) in enumerate(tile):
+                channel = c * config.in_channels + ct
+                position = i * stride[0] + u * config.rows + ut, j * stride[1] + v * config.columns + vt
+                if (ct, ut, vt) not in loaded:
+                    loaded[ct, ut, vt] = x_ref[channel, *position, lanes].astype(jnp.float32)
+                sums[s] += gradients[kt] * loaded[ct, ut, vt]
+            return tuple(sums)
+
+        zero = zeros_like(dy_ref[0, 0, 0, pl.ds(0, LANES)])
+        first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
+        sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
+        for total, in_tile in zip(sums, tile, strict=True):
+            at = (n * part + t for n, part, t in zip((k, c, u, v), config.tile, in_tile, strict=True))
+            dw_ref[split, *at] = jnp.sum(total)
+
     partial_sums = launch(
-        functools.partial(_sum_split, config=config, stride=stride, per_split=-(-units // config.splits), units=units),
+        body,
         dy,
         x,
         out=jax.ShapeDtypeStruct((config.splits, *filters), jnp.float32),
@@ -150,44 +167,12 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
     return jnp.sum(partial_sums, axis=0)
 
 
-def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_split, units):
-    _, rows, columns, _ = dy_ref.shape
-    tile = list(itertools.product(*map(range, config.tile)))
-
-    def add_position(n, sums):
-        unit, j = quotient(n, columns), remainder(n, columns)
-        i, lanes = remainder(unit, rows), pl.ds(quotient(unit, rows) * LANES, LANES)
-        gradients = [
-            dy_ref[k * config.out_channels + o, i, j, lanes].astype(jnp.float32) for o in range(config.out_channels)
-        ]
-        sums, loaded = list(sums), {}
-        for s, (kt, ct, ut, vt) in enumerate(tile):
-            channel = c * config.in_channels + ct
-            position = i * stride[0] + u * config.rows + ut, j * stride[1] + v * config.columns + vt
-            if (ct, ut, vt) not in loaded:
-                loaded[ct, ut, vt] = x_ref[channel, *position, lanes].astype(jnp.float32)
-            sums[s] += gradients[kt] * loaded[ct, ut, vt]
-        return tuple(sums)
-
-    zero = zeros_like(dy_ref[0, 0, 0, pl.ds(0, LANES)])
-    first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
-    sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
-    for total, (kt, ct, ut, vt) in zip(sums, tile, strict=True):
-        dw_ref[
-            split,
-            k * config.out_channels + kt,
-            c * config.in_channels + ct,
-            u * config.rows + ut,
-            v * config.columns + vt,
-        ] = jnp.sum(total)
-
-
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
     lane_block: int
 
 
-@kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
+@kernel(plan=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
     """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order."""
     K, R, N = dy.shape

@@ -6,7 +6,6 @@ keeps one sum per window position.
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.filters_and_windows import first_maximum, unsupported
+from pallas_kernels.conv.filters_and_windows import first_maximum, pooled_size, unsupported
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, divisors, largest_divisor, zeros_like
@@ -37,25 +36,22 @@ class ForwardConfig:
     programs_per_multiprocessor: int
 
 
-def _forward_unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
-    return unsupported(*w.shape[2:], window)
-
-
-def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> ForwardConfig:
+def _plan(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> ForwardConfig | str:
     # Measured on an H100, for LeNet's blocks at batches from 128 to 65536.
-    (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
-    if C == 1 and R * S > 4:
+    if reason := unsupported(*w.shape[2:], window):
+        return reason
+    K, C, (P, Q), N = *w.shape[:2], pooled_size(x, w, window), x.shape[-1]
+    if C == 1 and window[0] * window[1] > 4:
         return ForwardConfig(channels=8, windows=1, lane_block=2 * LANES, programs_per_multiprocessor=6)
     if C == 1:
         return ForwardConfig(channels=3, windows=4, lane_block=2 * LANES, programs_per_multiprocessor=4)
-    P, Q = (H - F + 1) // R, (W - G + 1) // S
     programs = (N // _lane_block(N, 2 * LANES)) * P * -(-Q // 4) * -(-K // 2)
     if programs < device.target().multiprocessors:
         return ForwardConfig(channels=4, windows=2, lane_block=LANES, programs_per_multiprocessor=1)
     return ForwardConfig(channels=2, windows=4, lane_block=2 * LANES, programs_per_multiprocessor=3)
 
 
-@kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic)
+@kernel(plan=_plan)
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
     """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
@@ -66,8 +62,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
       x: `(C, H, W, N)`, N a multiple of `LANES`.
       w, b: `(K, C, F, G)` and `(K,)`.
     """
-    (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
-    P, Q = (H - F + 1) // R, (W - G + 1) // S
+    (K, C, F, G), (R, S), (P, Q), N = w.shape, window, pooled_size(x, w, window), x.shape[-1]
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
@@ -76,8 +71,42 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
+    windows_by_channel = list(itertools.product(range(channels), range(windows)))
+
+    def body(x, w, b, y, place, *, block, p, step, k):
+        lanes = pl.ds(block * lane_block, lane_block)
+
+        def take_windows(turn, _):
+            q = (step * turns + turn) * windows
+
+            def add_channel(c, sums):
+                sums = dict(zip(windows_by_channel, sums, strict=True))
+                patch = {
+                    (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
+                    for i in range(F + R - 1)
+                    for j in range(G + windows * S - 1)
+                }
+                for u, v, o in itertools.product(range(F), range(G), range(channels)):
+                    weight = w[k * channels + o, c, u, v]
+                    for n in range(windows):
+                        values = (patch[u + r, v + n * S + s] for r in range(R) for s in range(S))
+                        sums[o, n] = [total + value * weight for total, value in zip(sums[o, n], values, strict=True)]
+                return list(sums.values())
+
+            zero = zeros_like(x[0, 0, 0, lanes].astype(jnp.float32))
+            sums = [[zero] * (R * S)] * (channels * windows)
+            sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
+            for (o, n), window_sums in zip(windows_by_channel, sums, strict=True):
+                largest, at = first_maximum(window_sums)
+                largest += b[k * channels + o]
+                y[k * channels + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
+                at = jnp.where(largest > 0, at, R * S)
+                place[p, k * channels + o, q + n, lanes] = at.astype(jnp.uint8)
+
+        lax.fori_loop(0, turns, take_windows, None)
+
     y, place = launch(
-        _ForwardProgram(window, lane_block, channels, windows, turns).body,
+        body,
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
@@ -87,49 +116,3 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         name="conv2d_relu_max_pool2d",
     )
     return y, place.swapaxes(0, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForwardProgram:
-    window: tuple[int, int]
-    lane_block: int
-    channels: int
-    windows: int
-    turns: int
-
-    def body(self, x, w, b, y, place, *, block, p, step, k):
-        C, places = x.shape[0], self.window[0] * self.window[1]
-        lanes = pl.ds(block * self.lane_block, self.lane_block)
-
-        def take_windows(turn, _):
-            q = (step * self.turns + turn) * self.windows
-            add_channel = functools.partial(self.add_channel, x, w, (k, p, q, lanes))
-            zero = zeros_like(x[0, 0, 0, lanes].astype(jnp.float32))
-            sums = [[zero] * places] * (self.channels * self.windows)
-            sums = add_channel(0, sums) if C == 1 else lax.fori_loop(0, C, add_channel, sums)
-            for (o, n), window in zip(self.windows_by_channel(), sums, strict=True):
-                largest, at = first_maximum(window)
-                largest += b[k * self.channels + o]
-                y[k * self.channels + o, p, q + n, lanes] = jnp.maximum(largest, 0.0).astype(y.dtype)
-                at = jnp.where(largest > 0, at, places)
-                place[p, k * self.channels + o, q + n, lanes] = at.astype(jnp.uint8)
-
-        lax.fori_loop(0, self.turns, take_windows, None)
-
-    def windows_by_channel(self):
-        return list(itertools.product(range(self.channels), range(self.windows)))
-
-    def add_channel(self, x, w, program, c, sums):
-        (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
-        sums = dict(zip(self.windows_by_channel(), sums, strict=True))
-        patch = {
-            (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
-            for i in range(F + R - 1)
-            for j in range(G + self.windows * S - 1)
-        }
-        for u, v, o in itertools.product(range(F), range(G), range(self.channels)):
-            weight = w[k * self.channels + o, c, u, v]
-            for n in range(self.windows):
-                values = (patch[u + r, v + n * S + s] for r in range(R) for s in range(S))
-                sums[o, n] = [total + value * weight for total, value in zip(sums[o, n], values, strict=True)]
-        return list(sums.values())

@@ -77,16 +77,13 @@ def _fits(channels: int, taps: int) -> bool:
     return _sums(channels, taps) * LANES * 4 + _REDUCTION_BYTES <= device.target().shared_bytes
 
 
-def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
-    F, G = _filter_size(dy, x, window)
-    if not _fits(1, F * G):
-        return f"filters of {F} x {G}, whose sums do not fit in shared memory"
-    return unsupported(F, G, window)
-
-
-def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
+def _plan(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig | str:
     # This rule was found in a sweep on an H200.
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
+    if not _fits(1, F * G):
+        return f"filters of {F} x {G}, whose sums do not fit in shared memory"
+    if reason := unsupported(F, G, window):
+        return reason
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
     for channels in (2, 1) if K % 2 == 0 and 2 * F * G <= _MAX_ACCUMULATORS and _fits(2, F * G) else (1,):
@@ -98,7 +95,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
     return config
 
 
-@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
+@kernel(plan=_plan)
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
@@ -112,7 +109,7 @@ def weights_gradient(
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
 
 
-@kernel(unsupported=_weights_gradient_unsupported, heuristic=_weights_gradient_heuristic)
+@kernel(plan=_plan)
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
@@ -121,14 +118,47 @@ def weights_gradient_interpreted(
 
 
 def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
-    (K, _, Q, _), C, (F, G) = dy.shape, x.shape[0], _filter_size(dy, x, window)
-    channels, taps = config.channels, config.channels * F * G
+    (K, P, Q, _), C, (F, G), (R, S) = dy.shape, x.shape[0], _filter_size(dy, x, window), window
+    channels, windows = config.channels, config.windows
     check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "channels", channels, K)
-    check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "windows", config.windows, Q)
-    splits, rows = config.splits(dy, x), _sums(channels, F * G)
-    program = _WeightsGradientProgram(window, (F, G), config, config.units_a_split(dy, x))
+    check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "windows", windows, Q)
+    splits, units, per_split = config.splits(dy, x), config.units(dy), config.units_a_split(dy, x)
+    taps, rows, steps = channels * F * G, _sums(channels, F * G), Q // windows
+
+    def body(dy, place, x, out, lanes_of_sums=None, *, split, k, c):
+        def add_unit(n, sums):
+            row, q = quotient(n, steps), remainder(n, steps) * windows
+            p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
+            patch = {
+                (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
+                for j in range(G + windows * S - 1)
+                for i in range(F + R - 1)
+            }
+            weights, biases = list(sums[:taps]), list(sums[taps:])
+            for n, o in itertools.product(range(windows), range(channels)):
+                gradient = dy[k * channels + o, p, q + n, lanes].astype(jnp.float32)
+                maximum = place[p, k * channels + o, q + n, lanes].astype(jnp.int32)
+                biases[o] += jnp.where(maximum < R * S, gradient, 0.0)
+                for t in range(R * S):
+                    routed = jnp.where(maximum == t, gradient, 0.0)
+                    for u, v in itertools.product(range(F), range(G)):
+                        weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + n * S + t % S]
+            return (*weights, *biases)
+
+        zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
+        first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
+        sums = lax.fori_loop(first, last, add_unit, (zero,) * (taps + channels))
+        # One vector over the lanes per weight and per bias, then padding.
+        for n, total in enumerate([*sums, *[zero] * (rows - len(sums))]):
+            if through_shared_memory:
+                lanes_of_sums[n] = total
+            else:
+                out[split, k, c, n] = jnp.sum(total)
+        if through_shared_memory:
+            sums_over_lanes(lanes_of_sums, out.at[split, k, c])
+
     sums = launch(
-        program.body if through_shared_memory else program.interpreted_body,
+        body,
         dy,
         place.swapaxes(0, 1),
         x,
@@ -142,55 +172,3 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
     # db is the same for all input channels.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)
-
-
-@dataclasses.dataclass(frozen=True)
-class _WeightsGradientProgram:
-    window: tuple[int, int]
-    filter_size: tuple[int, int]
-    config: WeightsGradientConfig
-    per_split: int
-
-    def body(self, dy, place, x, sums, lanes, *, split, k, c):
-        for n, total in enumerate(self.totals(dy, place, x, split, k, c)):
-            lanes[n] = total
-        sums_over_lanes(lanes, sums.at[split, k, c])
-
-    def interpreted_body(self, dy, place, x, sums, *, split, k, c):
-        for n, total in enumerate(self.totals(dy, place, x, split, k, c)):
-            sums[split, k, c, n] = jnp.sum(total)
-
-    def totals(self, dy, place, x, split, k, c):
-        (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
-        count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
-
-        def add_unit(n, sums):
-            row, q = quotient(n, steps), remainder(n, steps) * self.config.windows
-            p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
-            return self.add_windows(dy, place, x, (k, c, p, q, lanes), sums)
-
-        zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))
-        first, last = split * self.per_split, jnp.minimum((split + 1) * self.per_split, units)
-        sums = lax.fori_loop(first, last, add_unit, (zero,) * count)
-        # One vector over the lanes per weight and per bias, then padding.
-        return [*sums, *[zero] * (_sums(self.config.channels, F * G) - count)]
-
-    def add_windows(self, dy, place, x, at, sums):
-        (k, c, p, q, lanes), (F, G), (R, S) = at, self.filter_size, self.window
-        channels, windows = range(self.config.channels), range(self.config.windows)
-        taps = len(channels) * F * G
-        patch = {
-            (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
-            for j in range(G + len(windows) * S - 1)
-            for i in range(F + R - 1)
-        }
-        weights, biases = list(sums[:taps]), list(sums[taps:])
-        for n, o in itertools.product(windows, channels):
-            gradient = dy[k * len(channels) + o, p, q + n, lanes].astype(jnp.float32)
-            maximum = place[p, k * len(channels) + o, q + n, lanes].astype(jnp.int32)
-            biases[o] += jnp.where(maximum < R * S, gradient, 0.0)
-            for t in range(R * S):
-                routed = jnp.where(maximum == t, gradient, 0.0)
-                for u, v in itertools.product(range(F), range(G)):
-                    weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + n * S + t % S]
-        return (*weights, *biases)

@@ -6,6 +6,7 @@ once.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -39,13 +40,11 @@ class Config:
     rows: int
 
 
-def _unsupported(x: Any, w: Any, *arrays: Any, **options: Any) -> str | None:
+def _plan(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config | str:
     if w.shape[0] > MAX_FILTER_WIDTH:
         return f"filters of width {w.shape[0]}, only up to {MAX_FILTER_WIDTH}"
-    return None if x.size and x.shape[-1] % LANES == 0 else f"x of shape {x.shape}"
-
-
-def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
+    if x.size == 0 or x.shape[-1] % LANES:
+        return f"x of shape {x.shape}"
     batch, width, channels = x.shape
     length = min(vector_length(x), LANES * _LOADED_BYTES // x.dtype.itemsize)
     positions = width + before + after
@@ -54,7 +53,7 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
     return Config(length, _ROWS_AT_ONCE * -(-positions // (parts * _ROWS_AT_ONCE)))
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
     """Return y in x's dtype, computed in float32:
 
@@ -71,12 +70,13 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
 
     def body(x_ref, w_ref, b_ref, y_ref, *, example, part, block):
         lanes = pl.ds(block * config.length, config.length)
-        filters, x = _load_filters(w_ref, lanes), _Rows(x_ref, example, lanes, before)
+        filters = [w_ref[u, lanes].astype(jnp.float32) for u in range(taps)]
+        load = functools.partial(_load, x_ref, example, lanes, before)
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
             # `window` has positions t to t + F - 2 of the padded x.
-            window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
+            window = [*window, *(load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
                 y = y if bias is None else y + bias
@@ -84,7 +84,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
             return window[_ROWS_AT_ONCE:]
 
         first = part * config.rows
-        _over_rows(convolve_rows, first, config.rows, outputs, [x.load(first + u) for u in range(taps - 1)])
+        _over_rows(convolve_rows, first, config.rows, outputs, [load(first + u) for u in range(taps - 1)])
 
     return launch(
         body,
@@ -98,10 +98,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
     )
 
 
-@kernel(
-    unsupported=lambda dy, *arrays, **options: _unsupported(*arrays, **options),
-    heuristic=lambda dy, *arrays, **options: _heuristic(*arrays, **options),
-)
+@kernel(plan=lambda dy, *arrays, **options: _plan(*arrays, **options))
 def gradients(
     dy: Array, x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config
 ) -> tuple[Array, Array, Array | None]:
@@ -116,8 +113,38 @@ def gradients(
     (batch, width, channels), taps = x.shape, w.shape[0]
     positions = width + before + after
     parts = -(-positions // config.rows)
+
+    def body(dy_ref, x_ref, w_ref, dx_ref, dw_ref, db_ref, *, example, part, block):
+        lanes = pl.ds(block * config.length, config.length)
+        load_dy = functools.partial(_load, dy_ref, example, lanes, 0)
+        load_x = functools.partial(_load, x_ref, example, lanes, before)
+        filters = [w_ref[u, lanes].astype(jnp.float32) for u in range(taps)]
+
+        def add_rows(s, carry):
+            # `window` has positions s - F + 1 to s - 1 of dy.
+            window, dw, db = carry
+            window = [*window, *(load_dy(s + k) for k in range(_ROWS_AT_ONCE))]
+            x_rows = [load_x(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
+            for k in range(_ROWS_AT_ONCE):
+                reached = window[k : k + taps][::-1]  # the rows s + k - u of dy
+                if dx_ref is not None:
+                    _store_within(dx_ref, _dot(filters, reached), example, s + k - before, lanes)
+                dw = [total + x_rows[k] * row for total, row in zip(dw, reached, strict=False)]
+                db = [total + reached[0] for total in db]
+            return window[_ROWS_AT_ONCE:], dw, db
+
+        first = part * config.rows
+        zero = zeros_like(filters[0])
+        window = [load_dy(first - taps + 1 + u) for u in range(taps - 1)]
+        carry = window, [] if dw_ref is None else [zero] * taps, [] if db_ref is None else [zero]
+        _, dw, db = _over_rows(add_rows, first, config.rows, positions, carry)
+        for u, total in enumerate(dw):
+            dw_ref[example * parts + part, u, lanes] = total
+        for total in db:
+            db_ref[example * parts + part, lanes] = total
+
     dx, dw, db = launch(
-        _Backward(config, before, taps, parts, positions).body,
+        body,
         dy,
         x,
         w,
@@ -134,69 +161,17 @@ def gradients(
     return dx, jnp.sum(dw, axis=0), db if db is None else jnp.sum(db, axis=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Backward:
-    config: Config
-    before: int
-    taps: int
-    parts: int
-    positions: int
-
-    def body(
-        self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
-    ) -> None:
-        config, taps = self.config, self.taps
-        lanes = pl.ds(block * config.length, config.length)
-        dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
-        filters = _load_filters(w_ref, lanes)
-
-        def add_rows(s, carry):
-            # `window` has positions s - F + 1 to s - 1 of dy.
-            window, dw, db = carry
-            window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
-            x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
-            for k in range(_ROWS_AT_ONCE):
-                reached = window[k : k + taps][::-1]  # the rows s + k - u of dy
-                if dx_ref is not None:
-                    _store_within(dx_ref, _dot(filters, reached), example, s + k - self.before, lanes)
-                dw = [total + x_rows[k] * row for total, row in zip(dw, reached, strict=False)]
-                db = [total + reached[0] for total in db]
-            return window[_ROWS_AT_ONCE:], dw, db
-
-        first = part * config.rows
-        zero = zeros_like(filters[0])
-        window = [dy.load(first - taps + 1 + u) for u in range(taps - 1)]
-        carry = window, [] if dw_ref is None else [zero] * taps, [] if db_ref is None else [zero]
-        _, dw, db = _over_rows(add_rows, first, config.rows, self.positions, carry)
-        for u, total in enumerate(dw):
-            dw_ref[example * self.parts + part, u, lanes] = total
-        for total in db:
-            db_ref[example * self.parts + part, lanes] = total
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """One example's values at any position, for one block of channels. They are zeros outside of the sequence."""
-
-    ref: Any
-    example: Any
-    lanes: Any
-    before: int = 0
-
-    def load(self, position: Any) -> Array:
-        row, width = position - self.before, self.ref.shape[1]
-        loaded = self.ref[self.example, jnp.clip(row, 0, width - 1), self.lanes].astype(jnp.float32)
-        return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
+def _load(ref: Any, example: Any, lanes: Any, before: int, position: Any) -> Array:
+    """Return one example's values at a position of the padded sequence: zeros outside of the sequence."""
+    row, width = position - before, ref.shape[1]
+    loaded = ref[example, jnp.clip(row, 0, width - 1), lanes].astype(jnp.float32)
+    return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
 
 
 def _store_within(ref: Any, values: Array, example: Any, row: Any, lanes: Any) -> None:
     @pl.when((row >= 0) & (row < ref.shape[1]))
     def _():
         ref[example, row, lanes] = values.astype(ref.dtype)
-
-
-def _load_filters(w_ref: Any, lanes: Any) -> list[Array]:
-    return [w_ref[u, lanes].astype(jnp.float32) for u in range(w_ref.shape[0])]
 
 
 def _dot(filters: list[Array], rows: list[Array]) -> Array:

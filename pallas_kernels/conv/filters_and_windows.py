@@ -1,5 +1,11 @@
+"""Filters of F x G elements and pooling windows of R x S positions in the kernels of `conv2d_relu_max_pool2d`."""
+
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.core.layouts import quotient
 
 MAX_TAPS = 64
 """Maximum positions of a filter, because the exact kernels unroll them."""
@@ -31,3 +37,27 @@ def taps(w, row, column):
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)
     return jnp.where(inside, w[:, :, row, column], 0)
+
+
+EXAMPLES = 64
+"""Examples per tile of a forward on the tensor cores. With 64 features, a thread then has 32 sums per window
+position."""
+MAX_BOX = 256
+"""Maximum elements along each axis of a bulk copy."""
+BARRIER_BYTES = 1024
+"""Shared memory for the barriers. Operands are aligned to 1024 bytes."""
+
+
+def pooled_size(x: Any, w: Any, window: tuple[int, int]) -> tuple[int, int]:
+    """Return P and Q, the rows and columns of pooling windows."""
+    return (x.shape[1] - w.shape[2] + 1) // window[0], (x.shape[2] - w.shape[3] + 1) // window[1]
+
+
+def tile_at(number: Any, tiles: tuple[int, int], config: Any) -> tuple[Any, Any, Any]:
+    """Return the row and column of the first window in tile `number`, and its block of 64 examples. A block has
+    `tiles[0]` x `tiles[1]` tiles, each with `config.rows` x `config.columns` windows. Consecutive tiles share a block,
+    so that concurrent CTAs read the same images from the L2 cache."""
+    tile_rows, tile_columns = tiles
+    row = quotient(number, tile_columns)
+    column, block = number - row * tile_columns, quotient(row, tile_rows)
+    return (row - block * tile_rows) * config.rows, column * config.columns, block

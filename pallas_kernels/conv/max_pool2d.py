@@ -7,9 +7,8 @@ of every window that can overlap the cell.
 """
 
 import dataclasses
-import functools
+import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +28,7 @@ class RouteConfig:
     lane_block: int
 
 
-def _heuristic(dy: Any, indices: Any, **options: Any) -> RouteConfig:
-    return RouteConfig(lane_block=vector_length(dy, indices))
-
-
-@kernel(heuristic=_heuristic)
+@kernel(plan=lambda dy, indices, **options: RouteConfig(lane_block=vector_length(dy, indices)))
 def scatter_gradients(
     dy: Array,
     indices: Array,
@@ -52,30 +47,18 @@ def scatter_gradients(
       indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
       padding: rows above the input, and columns to its left.
     """
-    C, N = dy.shape[0], dy.shape[-1]
+    C, P, Q, N = dy.shape
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
-    padded = launch(
-        functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
-        dy,
-        indices,
-        out=jax.ShapeDtypeStruct((C, rows * stride[0], columns * stride[1], N), dy.dtype),
-        grid={"c": C, "row": rows, "block": N // config.lane_block},
-        name="max_pool2d_route",
-    )
-    return padded[:, padding[0] : padding[0] + input_size[0], padding[1] : padding[1] + input_size[1]]
-
-
-def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
-    _, P, Q, _ = dy_ref.shape
-    lanes = pl.ds(block * lane_block, lane_block)
     # Per axis, for each window that can overlap the cell: its distance in cells, and the cell's offset in it.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
-    def cell(column, _):
-        zero = zeros_like(dy_ref[0, 0, 0, lanes].astype(jnp.float32))
-        sums = [[zero for _ in range(stride[1])] for _ in range(stride[0])]
-        for back_p, offset_u in reach_p:
-            for back_q, offset_v in reach_q:
+    def body(dy_ref, index_ref, dx_ref, *, c, row, block):
+        lanes = pl.ds(block * config.lane_block, config.lane_block)
+
+        def cell(column, _):
+            zero = zeros_like(dy_ref[0, 0, 0, lanes].astype(jnp.float32))
+            sums = [[zero for _ in range(stride[1])] for _ in range(stride[0])]
+            for (back_p, offset_u), (back_q, offset_v) in itertools.product(reach_p, reach_q):
                 p, q = row - back_p, column - back_q
                 exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
                 at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
@@ -85,11 +68,20 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                     for s in range(min(stride[1], window[1] - offset_v)):
                         is_maximum = index == (r + offset_u) * window[1] + s + offset_v
                         sums[r][s] += jnp.where(is_maximum, gradient, 0.0)
-        for r in range(stride[0]):
-            for s in range(stride[1]):
+            for r, s in itertools.product(*map(range, stride)):
                 dx_ref[c, row * stride[0] + r, column * stride[1] + s, lanes] = sums[r][s].astype(dx_ref.dtype)
 
-    lax.fori_loop(0, columns, cell, None)
+        lax.fori_loop(0, columns, cell, None)
+
+    padded = launch(
+        body,
+        dy,
+        indices,
+        out=jax.ShapeDtypeStruct((C, rows * stride[0], columns * stride[1], N), dy.dtype),
+        grid={"c": C, "row": rows, "block": N // config.lane_block},
+        name="max_pool2d_route",
+    )
+    return padded[:, padding[0] : padding[0] + input_size[0], padding[1] : padding[1] + input_size[1]]
 
 
 ACCESS_BYTES = 16
@@ -110,11 +102,9 @@ class WindowsConfig:
     windows: int = 0
 
 
-def _unsupported_windows(dy, indices, *, channels_last=False, **sizes):
-    return unsupported_indices(_input_shape(dy, channels_last=channels_last, **sizes))
-
-
-def _windows_heuristic(dy, indices, *, input_size, window, channels_last=False):
+def _windows_plan(dy, indices, *, input_size, window, channels_last=False):
+    if reason := unsupported_indices(_input_shape(dy, input_size, channels_last)):
+        return reason
     widest = ACCESS_BYTES // dy.dtype.itemsize
     windows = widest // window[1]
     fit = not channels_last and windows * window[1] == widest and dy.shape[3] % windows == 0
@@ -122,7 +112,7 @@ def _windows_heuristic(dy, indices, *, input_size, window, channels_last=False):
     return WindowsConfig(_ACCESSES, windows if fit else 0)
 
 
-@kernel(unsupported=_unsupported_windows, heuristic=_windows_heuristic)
+@kernel(plan=_windows_plan)
 def scatter_to_windows(
     dy: Array,
     indices: Array,
@@ -141,7 +131,7 @@ def scatter_to_windows(
     """
     if indices.dtype != jnp.uint8 or math.prod(window) > 256:
         indices = indices.astype(jnp.int32)
-    shape = _input_shape(dy, input_size, window, channels_last)
+    shape = _input_shape(dy, input_size, channels_last)
     if math.prod(shape) == 0:
         return jnp.zeros(shape, dy.dtype)
     if config.windows:
@@ -149,7 +139,7 @@ def scatter_to_windows(
     return _scatter_positions(dy, indices, window, shape, channels_last, config)
 
 
-def _input_shape(dy, input_size, window, channels_last):
+def _input_shape(dy, input_size, channels_last):
     return (dy.shape[0], *input_size, dy.shape[3]) if channels_last else (*dy.shape[:2], *input_size)
 
 

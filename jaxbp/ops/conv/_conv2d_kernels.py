@@ -82,7 +82,7 @@ def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
     allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
-    return allowed and weights_gradient_sm90.correlate_batch.pays(dy_last, x_batch_last)
+    return allowed and weights_gradient_sm90.correlate_batch.unsupported(dy_last, x_batch_last) is None
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):

@@ -16,7 +16,7 @@ from pallas_kernels.core.layouts import LANES
 )
 def test_the_forward_has_short_vectors_where_there_are_fewer_programs_than_multiprocessors(block, N, config, on_hopper):
     x, w, b, *_ = shapes(block, N)
-    assert forward.heuristic(x, w, b, window=WINDOW) == config
+    assert forward.plan(x, w, b, window=WINDOW) == config
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
@@ -24,4 +24,4 @@ def test_the_forward_has_short_vectors_where_there_are_fewer_programs_than_multi
 def test_it_is_a_kernel_of_later_gpus_too(block, gpu):
     x, w, b, *_ = shapes(block, 1024)
     with targeting(gpu):
-        assert forward.pays(x, w, b, window=WINDOW)
+        assert forward.unsupported(x, w, b, window=WINDOW) is None

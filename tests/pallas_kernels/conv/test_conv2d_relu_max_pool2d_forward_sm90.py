@@ -48,13 +48,7 @@ def test_a_nan_stays_with_its_example():
 @pytest.mark.parametrize("dtype", HALVES)
 def test_tiles_fill_the_tensor_cores_and_shared_memory(block, config, dtype, on_hopper):
     arrays = structs(block, dtype)
-    assert forward.unsupported(*arrays, window=(2, 2)) is None
-    assert forward.heuristic(*arrays, window=(2, 2)) == config
-
-
-def test_it_pays_for_large_batches(on_hopper):
-    assert forward.pays(*structs("lenet2", "bfloat16", 2048), window=(2, 2))
-    assert not forward.pays(*structs("lenet2", "bfloat16", 1024), window=(2, 2))
+    assert forward.plan(*arrays, window=(2, 2)) == config
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ def test_it_lowers_for_cuda(block, dtype, on_hopper):
 @pytest.mark.parametrize("block", ["lenet1", "lenet2"])
 def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N, dtype):
     arrays = [a.astype(dtype) for a in normal(*shapes(block, N))]
-    kernel, exact = with_exact(forward, config=forward.heuristic(*structs(block, "bfloat16"), window=(2, 2)))
+    kernel, exact = with_exact(forward, config=forward.plan(*structs(block, "bfloat16"), window=(2, 2)))
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     # The indices of nearly equal maxima may differ.

@@ -55,13 +55,7 @@ def test_a_nan_stays_with_its_example():
 
 @pytest.mark.parametrize(("block", "config"), [("lenet1", Config(2, 2, 1, 4)), ("lenet2", Config(1, 1, 2, 4))])
 def test_tiles_leave_room_for_four_warpgroups(block, config, on_hopper):
-    assert forward.unsupported(*structs(block, "float32"), window=(2, 2)) is None
-    assert forward.heuristic(*structs(block, "float32"), window=(2, 2)) == config
-
-
-def test_it_pays_for_large_batches(on_hopper):
-    assert forward.pays(*structs("lenet2", "float32", 1024), window=(2, 2))
-    assert not forward.pays(*structs("lenet2", "float32", 512), window=(2, 2))
+    assert forward.plan(*structs(block, "float32"), window=(2, 2)) == config
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,6 @@ def test_what_it_does_not_take_is_refused(arrays, reason, on_hopper):
 def test_older_versions_of_jax_are_refused(monkeypatch, on_hopper):
     monkeypatch.setattr(forward_tf32_sm90, "MIN_JAX", (99, 0, 1))
     assert forward.unsupported(*structs("lenet2", "float32"), window=(2, 2)).endswith("at least 99.0.1")
-    assert not forward.pays(*structs("lenet2", "float32"), window=(2, 2))
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
@@ -109,7 +102,7 @@ def test_it_lowers_for_cuda(block, on_hopper):
 @pytest.mark.parametrize("block", ["lenet1", "lenet2"])
 def test_gpu_results_match_the_exact_kernel_and_repeat_their_bits(block, N):
     arrays = normal(*shapes(block, N))
-    kernel, exact = with_exact(forward, config=forward.heuristic(*structs(block, "float32"), window=(2, 2)))
+    kernel, exact = with_exact(forward, config=forward.plan(*structs(block, "float32"), window=(2, 2)))
     once, again, (y, place) = kernel(*arrays), kernel(*arrays), exact(*arrays)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert relative_error(once[0], y) < 1e-3

@@ -87,7 +87,7 @@ def test_gpu_input_gradients_match_float64_and_repeat_their_bits(block, N):
 )
 def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N, channels, cells, ahead, on_hopper):
     _, w, _, dy, place = shapes("lenet2", N)
-    config = input_gradient.heuristic(dy, place, w, input_size=(12, 12), window=WINDOW)
+    config = input_gradient.plan(dy, place, w, input_size=(12, 12), window=WINDOW)
     assert config == InputGradientConfig(channels, cells, ahead)
 
 
@@ -98,7 +98,7 @@ def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N,
 def test_the_code_of_the_input_gradient_stays_short_and_its_registers_few(Q, filters, window, N, on_hopper):
     dy, w = jax.ShapeDtypeStruct((16, Q, Q, N), "float32"), jax.ShapeDtypeStruct((16, 6, filters, filters), "float32")
     size = Q * window + filters - 1
-    config = input_gradient.heuristic(dy, dy, w, input_size=(size, size), window=(window, window))
+    config = input_gradient.plan(dy, dy, w, input_size=(size, size), window=(window, window))
     columns, products = -(-size // window), 0
     parts = {}
     for first in range(0, columns, config.cells):
@@ -124,4 +124,4 @@ def test_rows_are_launched_from_the_middle_outwards():
 def test_it_is_a_kernel_of_later_gpus_too(block, gpu):
     x, w, _, dy, place = shapes(block, 1024)
     with targeting(gpu):
-        assert input_gradient.pays(dy, place, w, window=WINDOW, input_size=x.shape[1:3])
+        assert input_gradient.unsupported(dy, place, w, window=WINDOW, input_size=x.shape[1:3]) is None

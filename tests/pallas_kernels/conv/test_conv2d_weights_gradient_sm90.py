@@ -10,7 +10,7 @@ from helpers import normal, on_the_cpu
 from pallas_kernels.conv import conv2d
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as tensor_cores
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
-from pallas_kernels.conv.conv2d_weights_gradient_sizes_sm90 import Config
+from pallas_kernels.conv.conv2d_weights_gradient_sm90 import Config
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
@@ -42,7 +42,7 @@ def gradient(*arrays):
 
 def config_of(*arrays):
     large = (jax.ShapeDtypeStruct((*a.shape[:-1], 4096), a.dtype) for a in arrays)
-    return tensor_cores.weights_gradient.heuristic(*large, window=WINDOW)
+    return tensor_cores.weights_gradient.plan(*large, window=WINDOW)
 
 
 def pooled_shapes(block, N=LANES):
@@ -70,12 +70,6 @@ def test_configs(block, config):
     assert config_of(*pooled_shapes(block)) == config
 
 
-def test_the_pooled_gradient_pays_for_large_batches():
-    kernel = tensor_cores.weights_gradient
-    assert not kernel.pays(*pooled_shapes("lenet2", 1024), window=WINDOW)
-    assert kernel.pays(*pooled_shapes("lenet2", 2048), window=WINDOW)
-
-
 def test_rows_that_do_not_come_in_eights_are_refused():
     dy, place, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((3, 2, 3, LANES), (3, 2, 3, LANES), (1, 6, 8, LANES)))
     assert "do not come in eights" in tensor_cores.weights_gradient.unsupported(dy, place, x, window=WINDOW)
@@ -88,7 +82,7 @@ def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
     # A CTA would copy 6 or 12 rows per channel, no multiple of 8.
     assert tensor_cores.correlate_batch.unsupported(dy, x) is not None
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
-    assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)
+    assert tensor_cores.correlate_batch.plan(dy, x) == Config(2, 2, images_on_left=False, stages=3)
 
 
 @pytest.mark.parametrize("gpu", [BLACKWELL, BLACKWELL_RTX], ids=["B200", "RTX"])
@@ -110,7 +104,7 @@ def test_the_stages_fit_shared_memory_or_the_kernel_refuses(block, shared_bytes)
         if reason := tensor_cores.weights_gradient.unsupported(dy, place, x, window=WINDOW):
             assert shared_bytes < 160_000 and "shared memory" in reason
             return
-        config = tensor_cores.weights_gradient.heuristic(dy, place, x, window=WINDOW)
+        config = tensor_cores.weights_gradient.plan(dy, place, x, window=WINDOW)
     (K, P, Q, _), (_, H, W, _) = dy.shape, x.shape
     routed, images = config.places * K * Q, config.channels * (H - 2 * P + 2) * W + 8
     if config.images_on_left:

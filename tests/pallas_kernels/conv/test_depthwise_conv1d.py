@@ -118,10 +118,10 @@ def structs(batch, width, channels, taps=4, dtype="bfloat16"):
 
 
 def test_wide_filters_and_channels_that_are_no_vectors_are_unsupported():
-    assert convolve.unsupported(*structs(2, 5, 128)) is None
-    assert convolve.unsupported(*structs(2, 5, 128, taps=9)) == "filters of width 9, only up to 8"
-    assert convolve.unsupported(*structs(2, 5, 100)) == "x of shape (2, 5, 100)"
-    assert gradients.unsupported(None, *structs(0, 5, 128)) == "x of shape (0, 5, 128)"
+    assert convolve.unsupported(*structs(2, 5, 128), before=3, after=0) is None
+    assert convolve.unsupported(*structs(2, 5, 128, taps=9), before=3, after=0) == "filters of width 9, only up to 8"
+    assert convolve.unsupported(*structs(2, 5, 100), before=3, after=0) == "x of shape (2, 5, 100)"
+    assert gradients.unsupported(None, *structs(0, 5, 128), before=3, after=0) == "x of shape (0, 5, 128)"
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_wide_filters_and_channels_that_are_no_vectors_are_unsupported():
     ],
     ids=str,
 )
-def test_the_heuristic_divides_positions_among_the_multiprocessors(dtype, size, config):
+def test_the_plan_divides_positions_among_the_multiprocessors(dtype, size, config):
     with targeting(HOPPER):
-        assert convolve.heuristic(*structs(*size, dtype=dtype), before=3, after=0) == config
+        assert convolve.plan(*structs(*size, dtype=dtype), before=3, after=0) == config
 
 
 def test_more_multiprocessors_have_fewer_rows_each():
     with targeting(dataclasses.replace(HOPPER, multiprocessors=4 * HOPPER.multiprocessors)):
-        assert convolve.heuristic(*structs(8, 2045, 2048), before=3, after=0) == Config(512, 16)
+        assert convolve.plan(*structs(8, 2045, 2048), before=3, after=0) == Config(512, 16)
 
 
 @pytest.mark.gpu

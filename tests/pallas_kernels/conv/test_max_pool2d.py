@@ -69,7 +69,7 @@ def test_a_vector_has_16_bytes_and_its_windows_are_in_one_row(dtype):
     def windows(*shape, window=(2, 2), rest=0, **options):
         input_size = shape[2] * window[0], shape[3] * window[1] + rest
         arrays = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (dtype, jnp.uint8))
-        return scatter_to_windows.heuristic(*arrays, input_size=input_size, window=window, **options).windows
+        return scatter_to_windows.plan(*arrays, input_size=input_size, window=window, **options).windows
 
     assert windows(8, 6, 12, 12) == 8 // jnp.dtype(dtype).itemsize
     assert windows(8, 6, 12, 12, window=(3, 3)) == windows(8, 6, 12, 12, rest=1) == windows(8, 6, 5, 5) == 0
