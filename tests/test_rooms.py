@@ -209,6 +209,10 @@ TESTED_ELSEWHERE = {
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
     *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels")),
+    *(
+        f"jaxbp/logic/ops/_{name}"
+        for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
+    ),
     "jaxbp/logic/circuits/convolution",
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(

@@ -1,4 +1,5 @@
-"""Formulas of convolutions and their gradients, for NCHW images and OIHW filters."""
+"""Formulas of convolutions and their gradients, for NCHW images and OIHW filters, also as products with a matrix of the
+filters."""
 
 import functools
 import math
@@ -8,8 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxbp.common import checks
-from jaxbp.common.windows import has_symbolic_sides, output_size
-from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
+from jaxbp.common.windows import dilated, has_symbolic_sides, output_size
 from jaxbp.pairing import transpose
 
 
@@ -127,7 +127,9 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
         x,
         dy,
         window_strides=dilation,
-        padding=reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
+        padding=reached_padding(
+            dy.shape[2:], x.shape[2:], filter_size, stride=stride, padding=padding, dilation=dilation
+        ),
         rhs_dilation=stride,
         dimension_numbers=("CNHW", "IOHW", "CNHW"),
         batch_group_count=groups,
@@ -145,3 +147,41 @@ def bias_gradient_autodiff(dy):
 
 def bias_gradient_formula(dy):
     return jnp.sum(dy, axis=(0, 2, 3))
+
+
+def flip_and_swap(w, groups):
+    out_channels, in_channels, *window = w.shape
+    w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
+    return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
+
+
+def full_padding(output_size, filter_size, input_size, *, stride, padding, dilation, **options):
+    """Return the padding of dy for the gradient dx, the convolution of dy with the rotated filters.
+
+    Before the padding, dy is spaced out by the stride.
+    """
+    sides = zip(input_size, filter_size, dilation, padding, dilated(output_size, stride), strict=True)
+    return [((f - 1) * d - p, size - spread + p) for size, f, d, (p, _), spread in sides]
+
+
+def reached_padding(output_size, input_size, filter_size, *, stride, padding, dilation, **options):
+    """Return the padding of x per axis, negative to crop, so that x ends at the last element that filters read."""
+    sides = zip(dilated(output_size, stride), input_size, filter_size, padding, dilation, strict=True)
+    return [(p, spread + (f - 1) * d - size - p) for spread, size, f, (p, _), d in sides]
+
+
+def filter_matrix(w, input_size, output_size, *, stride, padding, dilation, **options):
+    """Return the `matrix[(c, h, l), (k, i, j)]` with `y = x matrix` for flattened images x and their convolutions y.
+
+    An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
+    """
+    K, C, *window = w.shape
+    taps, exists = [], []
+    for size, out, f, s, (p, _), d in zip(input_size, output_size, window, stride, padding, dilation, strict=True):
+        ahead = np.arange(size)[:, None] + p - np.arange(out) * s
+        exists.append((ahead >= 0) & (ahead < f * d) & (ahead % d == 0))
+        taps.append(np.where(exists[-1], ahead // d, 0))
+    (u, v), (in_rows, in_columns) = taps, exists
+    meet = in_rows[:, None, :, None] & in_columns[None, :, None, :]
+    matrix = jnp.where(meet, w[:, :, u[:, None, :, None], v[None, :, None, :]], 0)  # (K, C, H, W, I, J)
+    return matrix.transpose(1, 2, 3, 0, 4, 5).reshape(C * math.prod(input_size), K * math.prod(output_size))

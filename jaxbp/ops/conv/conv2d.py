@@ -1,27 +1,107 @@
 """Two-dimensional convolution."""
 
 import functools
+import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.windows import Padding, Size, output_size
+from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.common.windows import Padding, Size, dilated, output_size, per_axis, require_fit, window_padding
 from jaxbp.ops.conv import _conv2d_formulas as formulas
-from jaxbp.ops.conv import _conv2d_kernels as kernels
 from jaxbp.ops.conv import _layouts as layouts
-from jaxbp.ops.conv._conv2d_checks import FILTER_AXES, IMAGE_AXES, check, check_channels, options_of
 from jaxbp.ops.conv._layouts import DimensionNumbers
+from jaxbp.ops.dense import _products as products
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.mesh import batched
+from pallas_kernels.conv import conv2d as kernels
+from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
+from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.layouts import LANES
+
+_MAX_ELEMENTS = 1 << 22
+_MAX_POSITIONS_PER_TAP = 32
+"""A tap is a position of the filter. Up to 2.6 million elements and 31 input positions per tap, the product with the
+matrix of the filters was faster than cuDNN."""
+
+
+def product_pays(w, input_size, output_size, precision):
+    K, C, F, G = w.shape
+    if checks.is_symbolic(*w.shape, *input_size, *output_size) or not on_tensor_cores(w.dtype, precision):
+        return False
+    # A convolution with 1 x 1 filters already is a matrix product.
+    positions = math.prod(input_size)
+    elements = C * positions * K * math.prod(output_size)
+    return F * G > 1 and elements <= _MAX_ELEMENTS and positions <= _MAX_POSITIONS_PER_TAP * F * G
 
 
 def _forward_kernel(x, w, b, **options):
     size = output_size(x.shape[2:], w.shape[2:], **options)
-    pays = kernels.product_pays(w, x.shape[2:], size, options["precision"])
-    return kernels.forward_product(x, w, b, size, **options) if pays else formulas.forward(x, w, b, **options)
+    if not product_pays(w, x.shape[2:], size, options["precision"]):
+        return formulas.forward(x, w, b, **options)
+    matrix = formulas.filter_matrix(w, x.shape[2:], size, **options)
+    y = products.formula(x.reshape(len(x), -1), matrix, precision=options["precision"], dtype=x.dtype)
+    y = y if b is None else y + jnp.repeat(b, math.prod(size))[None]
+    return y.reshape(x.shape[0], w.shape[0], *size)
+
+
+def _input_gradient_kernel(dy, w, *, input_size, **options):
+    pays = product_pays(w, input_size, dy.shape[2:], options["precision"])
+    if pays and products.has_tensor_core_kernel(dy.dtype):
+        return _input_gradient_product(dy, w, product=products.kernel, input_size=input_size, **options)
+    full = formulas.full_padding(dy.shape[2:], w.shape[2:], input_size, **options)
+    spread = [(0, 0, 0), *((*sides, s - 1) for sides, s in zip(full, options["stride"], strict=True)), (0, 0, 0)]
+    dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
+    return batch_first(kernels.correlate(dy_last, formulas.flip_and_swap(w, options["groups"])), dy.shape[0])
+
+
+def _input_gradient_product(dy, w, *, product=products.formula, input_size, **options):
+    matrix = formulas.filter_matrix(w, input_size, dy.shape[2:], **options)
+    rows = dy.reshape(dy.shape[0], math.prod(dy.shape[1:]))  # `len` does not return a symbolic batch
+    dx = product(rows, matrix, transposed=(False, True), precision=options["precision"], dtype=dy.dtype)
+    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
+
+
+def _weights_gradient_kernel(dy, x, **options):
+    if _one_pass_pays(dy, x, **options):
+        return _parameter_gradients_kernel(dy, x, **options)[0]
+    dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
+    return dw.astype(dy.dtype)
+
+
+def _bias_gradient_kernel(dy):
+    return _sum_batch(batch_last(dy)).astype(dy.dtype)
+
+
+def _parameter_gradients_kernel(dy, x, **options):
+    exact = lambda dy, x: (kernels.correlate_batch(dy, x), _sum_batch(dy))  # noqa: E731
+    arrays = batch_last(dy), _reached(dy, x, **options)
+    dw, db = on_gpu(weights_gradient_sm90.correlate_batch, exact, *arrays)
+    return dw.astype(dy.dtype), db.astype(dy.dtype)
+
+
+def _one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
+    """Return whether one kernel on the tensor cores should compute dw and db together."""
+    reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
+    dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
+    x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
+    allowed = stride == (1, 1) and on_tensor_cores(dy.dtype, precision)
+    return allowed and weights_gradient_sm90.correlate_batch.unsupported(dy_last, x_batch_last) is None
+
+
+def _reached(dy, x, *, filter_size, **options):
+    reached = formulas.reached_padding(dy.shape[2:], x.shape[2:], filter_size, **options)
+    return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
+
+
+def _sum_batch(dy_last):
+    return kernels.sum_batch(dy_last.reshape(dy_last.shape[0], -1, dy_last.shape[-1]))
 
 
 def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
@@ -38,18 +118,16 @@ _LIBRARY = DefaultImplementation(gpu="xla")
 
 def _default_forward(x, w, b, **options):
     size = output_size(x.shape[2:], w.shape[2:], **options)
-    pays = kernels.product_pays(w, x.shape[2:], size, options["precision"])
+    pays = product_pays(w, x.shape[2:], size, options["precision"])
     return DefaultImplementation() if pays else _LIBRARY
 
 
-def _default_input_gradient(dy, w, *, input_size, precision, **options):
-    options |= dict(input_size=input_size, precision=precision)
+def _default_input_gradient(dy, w, **options):
     formula = functools.partial(formulas.input_gradient_formula, **options)
-    if not kernels.product_pays(w, input_size, dy.shape[2:], precision):
+    if not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
         return formula(dy, w)
     # cuBLAS computes this product faster than the kernel.
-    product = functools.partial(kernels.input_gradient_product, **options)
-    return lax.platform_dependent(dy, w, cuda=product, default=formula)
+    return lax.platform_dependent(dy, w, cuda=functools.partial(_input_gradient_product, **options), default=formula)
 
 
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
@@ -63,7 +141,7 @@ _INPUT_GRADIENT = _part(
     {
         "autodiff": formulas.input_gradient_autodiff,
         "xla": formulas.input_gradient_formula,
-        "pallas": differentiable(kernels.input_gradient, formulas.input_gradient_formula, batched(0)),
+        "pallas": differentiable(_input_gradient_kernel, formulas.input_gradient_formula, batched(0)),
         None: _default_input_gradient,
     },
 )
@@ -72,7 +150,7 @@ _WEIGHTS_GRADIENT = _part(
     {
         "autodiff": formulas.weights_gradient_autodiff,
         "xla": formulas.weights_gradient_formula,
-        "pallas": differentiable(kernels.weights_gradient, formulas.weights_gradient_formula, batched(0, 1)),
+        "pallas": differentiable(_weights_gradient_kernel, formulas.weights_gradient_formula, batched(0, 1)),
     },
 )
 _BIAS_GRADIENT = _part(
@@ -80,7 +158,7 @@ _BIAS_GRADIENT = _part(
     {
         "autodiff": formulas.bias_gradient_autodiff,
         "xla": formulas.bias_gradient_formula,
-        "pallas": differentiable(kernels.bias_gradient, formulas.bias_gradient_formula, batched(0)),
+        "pallas": differentiable(_bias_gradient_kernel, formulas.bias_gradient_formula, batched(0)),
     },
     default=_LIBRARY,
 )
@@ -88,7 +166,7 @@ _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": formulas.parameter_gradients_formula,
-        "pallas": differentiable(kernels.parameter_gradients, formulas.parameter_gradients_formula, batched(0, 1)),
+        "pallas": differentiable(_parameter_gradients_kernel, formulas.parameter_gradients_formula, batched(0, 1)),
     },
 )
 
@@ -100,7 +178,7 @@ def _save(x, w, b, *, implementation, **options):
 def _gradients(dy, x, w, b, *, implementation, **options):
     of_weights = dict(filter_size=w.shape[2:], implementation=implementation, **options)
     supported = _PARAMETER_GRADIENTS.unsupported(dy, x, **options) is None
-    if b is not None and supported and kernels.one_pass_pays(dy, x, **of_weights):
+    if b is not None and supported and _one_pass_pays(dy, x, **of_weights):
         dw, db = _PARAMETER_GRADIENTS(dy, x, **of_weights)
     else:
         dw = _WEIGHTS_GRADIENT(dy, x, **of_weights)
@@ -118,6 +196,47 @@ CONV2D = Pair(
     unsupported=_unsupported,
     jit=True,
 )
+
+
+IMAGE_AXES = ("batch", "in_channels", "height", "width")
+FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
+
+
+def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1, groups=1) -> tuple[tuple, tuple, dict]:
+    spatial = len(layout.lhs_spec) - 2
+    w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
+    x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
+    check_channels(op, x_shape, w_shape, checks.count(op, "groups", groups), x.shape)
+    options = options_of(op, x_shape[2:], w_shape[2:], stride, padding, dilation, groups, precision)
+    if b is not None:
+        checks.shape(op, "b", b, w_shape[0])
+    return x_shape, w_shape, options
+
+
+def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
+    stride = per_axis(op, "stride", stride, len(input_size))
+    dilation = per_axis(op, "dilation", dilation, len(input_size))
+    groups = checks.count(op, "groups", groups)
+    extent = dilated(filter_size, dilation)
+    padding = window_padding(op, padding, input_size, extent, stride)
+    require_fit(op, "filter with its dilation", extent, input_size, padding)
+    precision = checks.precision(op, precision)
+    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+
+
+def check_channels(op, x_shape, w_shape, groups, given=()):
+    """Raise an error unless the channels of x (axis 1) and w (axes 0 and 1) fit `groups`.
+
+    `given` is x's shape before a transpose to NCHW, so that the error may suggest NHWC.
+    """
+    if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
+        like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
+        names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")
+        hint = f". If x is {names[0]}, pass dimension_numbers, say {names}" if like_nhwc else ""
+        raise ValueError(
+            f"{op}: x has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
+            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups{hint}"
+        )
 
 
 def conv2d(
@@ -158,7 +277,8 @@ def conv2d(
     x, w, b = checks.floating("conv2d", x=x, w=w, b=b)
     layout = layouts.dimension_numbers("conv2d", dimension_numbers)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x, w, options = check("conv2d", x, w, b, layout, **given)
+    _, _, options = check_shapes("conv2d", x, w, b, layout, **given)
+    x, w = layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec)
     return layouts.restore(CONV2D(x, w, b, implementation=implementation, **options), layout.out_spec)
 
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
@@ -13,8 +14,9 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
 from jaxbp.ops.conv import _conv2d_formulas as formulas
-from jaxbp.ops.conv import _filter_matrix, max_pool2d
-from jaxbp.ops.conv._conv2d_checks import check
+from jaxbp.ops.conv import _layouts as layouts
+from jaxbp.ops.conv import max_pool2d
+from jaxbp.ops.conv.conv2d import check_shapes
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
@@ -26,11 +28,25 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_forward import forward as exact_
 from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient as exact_input_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient as exact_weights_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
+from pallas_kernels.conv.filters_and_windows import taps
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.layouts import LANES
 
+_MIN_FORWARD_BATCH = {"float32": 1024, "bfloat16": 2048, "float16": 2048}
+"""Smallest batch for the forward on the tensor cores. In float32, it then makes LeNet's training step faster. In half
+precision, it is then no slower than the exact kernel: docs/lab/2026-11-23-forward.md."""
+_MIN_GRADIENT_BATCH = 2048
+"""Smallest batch for gradients on the tensor cores. Adding up the sums of smaller batches takes longer than the tensor
+cores save: docs/lab/2026-11-23-lenet.md."""
 _KERNEL_BATCH = 4096
 """If `banded_input_gradient` pays, the tensor-core kernel for dx replaces it from this batch size on
 (docs/lab/2026-11-25-lenet.md)."""
+_MAX_BAND_ELEMENTS = 1 << 20
+_MIN_FLOAT32_PRODUCTS = 100_000_000
+"""In float32, the four launches of `banded_input_gradient` pay only from this number of multiplications on."""
+_MAX_BAND_RATIO = {4: 4, 2: 8}
+"""Maps bytes per element to the most multiplications of the band per multiplication of the exact kernel. Only float32
+is measured."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
@@ -69,7 +85,8 @@ def _forward_and_indices_kernel(x, w, b, *, window, stride, padding, precision):
 def _forward_kernel(x, w, b, tensor_cores, **options):
     arrays, exact = (x, w, b), functools.partial(exact_forward, **options)
     kernel = forward_tf32_sm90.forward if x.dtype == jnp.float32 else forward_sm90.forward
-    if tensor_cores and kernel.pays(*arrays, **options):
+    pays = tensor_cores and x.shape[-1] >= _MIN_FORWARD_BATCH[x.dtype.name]
+    if pays and kernel.unsupported(*arrays, **options) is None:
         return on_gpu(functools.partial(kernel, **options), exact, *arrays)
     return exact(*arrays)
 
@@ -103,7 +120,8 @@ def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precisio
 
 def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
     arrays, kernel = (dy, indices, x), weights_gradient_sm90.weights_gradient
-    if not tensor_cores or not kernel.pays(*arrays, **options):
+    pays = tensor_cores and dy.shape[-1] >= _MIN_GRADIENT_BATCH
+    if not pays or kernel.unsupported(*arrays, **options):
         kernel = exact_weights_gradient
     interpreted = functools.partial(weights_gradient_interpreted, **options)
     return on_gpu(functools.partial(kernel, **options), interpreted, *arrays)
@@ -112,13 +130,54 @@ def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
 def _input_gradient_kernel(dy, indices, w, tensor_cores, precision, *, input_size, window):
     arrays, options = (dy, indices, w), dict(input_size=input_size, window=window)
     kernel, exact = input_gradient_sm90.input_gradient, functools.partial(exact_input_gradient, **options)
-    kernel_pays = tensor_cores and kernel.pays(*arrays, **options)
-    band_pays = tensor_cores and _filter_matrix.band_pays(w, dy, input_size[1], window)
-    if kernel_pays and not (band_pays and dy.shape[-1] < _KERNEL_BATCH):
+    banded = tensor_cores and band_pays(w, dy, input_size[1], window)
+    pays = tensor_cores and dy.shape[-1] >= (_KERNEL_BATCH if banded else _MIN_GRADIENT_BATCH)
+    if pays and kernel.unsupported(*arrays, **options) is None:
         return on_gpu(functools.partial(kernel, **options), exact, *arrays)
-    if band_pays:
-        return _filter_matrix.banded_input_gradient(*arrays, precision=precision, **options)
+    if banded:
+        return banded_input_gradient(*arrays, precision=precision, **options)
     return exact(*arrays)
+
+
+def band_pays(w, dy, width, window):
+    """Return whether `banded_input_gradient` is faster than the Pallas kernel that does not use tensor cores
+    (docs/lab/2026-11-25-lenet.md). `width` is the width of x."""
+    (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
+    if dy.dtype.itemsize not in _MAX_BAND_RATIO:
+        return False
+    # Multiplications per example and per row of windows.
+    exact = K * C * F * G * R * S * Q
+    band = C * (F + R - 1) * width * K * R * S * Q
+    if dy.dtype == jnp.float32 and exact * P * N < _MIN_FLOAT32_PRODUCTS:
+        return False
+    return band <= min(_MAX_BAND_ELEMENTS, _MAX_BAND_RATIO[dy.dtype.itemsize] * exact)
+
+
+def banded_input_gradient(dy, place, w, *, input_size, window, precision=None):
+    """Return dx, `(C, H, W, N)`, for dy and the positions of the maxima, `(K, P, Q, N)`. For each row of Q windows, dy
+    is put at the maxima, and one matrix product convolves it with the filters.
+
+    The matrix maps (k, r, s, q) of dy, row r and column s of window q, to (c, i, j) of dx, in the `height` rows to
+    which the row of windows contributes. Its elements are `w[k, c, i - r, j - (q * S + s)]`, or 0 outside of the
+    filter.
+    """
+    (K, P, Q, N), (_, C, F, _), (R, S), (H, W) = dy.shape, w.shape, window, input_size
+    height = F + R - 1
+    i, j, r, s, q = np.ix_(*map(range, (height, W, R, S, Q)))
+    matrix = taps(w, i - r, j - (q * S + s)).transpose(1, 2, 3, 0, 4, 5, 6).reshape(C * height * W, K * R * S * Q)
+    places = jnp.arange(R * S, dtype=place.dtype)[None, None, :, None, None]
+    dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
+    routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
+    products = lax.dot_general(
+        jnp.broadcast_to(matrix, (P, *matrix.shape)),
+        routed,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    ).reshape(P, C, height, W, N)
+    below = [(p * R, H - height - p * R) for p in range(P)]
+    rows = [jnp.pad(products[p], ((0, 0), below[p], (0, 0), (0, 0))) for p in range(P)]
+    return sum(rows[1:], rows[0]).astype(dy.dtype)
 
 
 def _save(forward_and_indices, x, w, b, **options):
@@ -130,7 +189,8 @@ def _unsupported(*arrays, window, stride, **options):
     *_, x, w, b = arrays
     if stride != (1, 1):
         return f"stride={stride}"
-    return exact_forward.unsupported(x, w, b, window=window) or checks.unsupported_dtype(*arrays)
+    x_batch_last = jax.ShapeDtypeStruct((*x.shape[1:], LANES), x.dtype)
+    return exact_forward.unsupported(x_batch_last, w, b, window=window) or checks.unsupported_dtype(*arrays)
 
 
 _CONV2D_RELU_MAX_POOL2D = Pair(
@@ -247,7 +307,8 @@ def _call(op, x, w, b, window, stride, padding, precision, implementation):
 
 
 def _options(op, x, w, b, window, stride, padding, precision):
-    *_, convolution = check(op, x, w, b, stride=stride, padding=padding, precision=precision)
+    layout = layouts.dimension_numbers(op, None)
+    *_, convolution = check_shapes(op, x, w, b, layout, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
     windows, _ = pool_windows(op, size, window)

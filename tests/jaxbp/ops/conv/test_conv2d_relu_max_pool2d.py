@@ -24,8 +24,11 @@ from jaxbp import (
     max_pool2d,
     relu,
 )
+from jaxbp.ops.conv.conv2d_relu_max_pool2d import band_pays, banded_input_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_tf32_sm90 import MIN_JAX
+from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.layouts import LANES
 
 
 def three_ops(x, w, b, *, window, **options):
@@ -144,6 +147,28 @@ def test_only_hopper_has_a_forward_on_the_tensor_cores_but_for_exact_float32(imp
     assert ("wgmma" in program) == (gpu is HOPPER and (dtype != "float32" or in_tf32))
 
 
+@pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older versions have fewer kernels on the tensor cores")
+@pytest.mark.parametrize(
+    ("dtype", "batch", "forward", "weights", "inputs"),
+    [
+        ("float32", 896, False, False, False),
+        ("float32", 1024, True, False, False),
+        ("float32", 1920, True, False, False),
+        ("float32", 2048, True, True, True),
+        ("bfloat16", 1920, False, False, False),
+        ("bfloat16", 2048, True, True, False),  # the product with the band pays
+    ],
+)
+def test_the_tensor_cores_pay_for_large_batches(dtype, batch, forward, weights, inputs, on_hopper):
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((batch, 2, 6, 12), (16, 2, 5, 5)))
+    op = functools.partial(conv2d_relu_max_pool2d, window=2, precision="default", implementation="pallas")
+    program = str(jax.make_jaxpr(lambda *arrays: jax.vjp(op, *arrays)[1](jnp.ones((batch, 16, 1, 4), dtype)))(x, w))
+    names = ["tf32" if dtype == "float32" else "tensor_cores"]
+    names += [f"backward_{name}_tensor_cores" for name in ("weights", "input")]
+    found = [f"=conv2d_relu_max_pool2d_{name}\n" in program for name in names]
+    assert found == [forward, weights, inputs]
+
+
 def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_cores():
     dy, x, w = normal(*LARGE)
     places = jnp.asarray(np.random.default_rng(2).integers(0, 5, dy.shape, np.uint8))
@@ -152,3 +177,35 @@ def test_without_a_gpu_the_exact_kernels_take_the_place_of_those_on_the_tensor_c
             jax.jit(backward("pallas", precision))(dy, places, x, w) for precision in ("default", "highest")
         )
     jax.tree.map(np.testing.assert_array_equal, rounded, exact)
+
+
+def integers(*shape):
+    """Sums of small integers are exact in float32 in any order."""
+    return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
+
+
+@pytest.mark.parametrize("window", [(2, 2), (1, 3)], ids=str)
+def test_products_with_the_band_are_the_exact_kernels_gradient(window):
+    (P, Q), (F, G) = (2, 3), (3, 2)
+    dy, w = integers(3, P, Q, LANES), integers(3, 2, F, G)
+    place = jnp.asarray(np.random.default_rng(2).integers(0, window[0] * window[1] + 1, dy.shape, np.uint8))
+    options = dict(window=window, input_size=(P * window[0] + F - 1, Q * window[1] + G - 1))
+    banded = banded_input_gradient(dy, place, w, **options)
+    np.testing.assert_array_equal(banded, input_gradient(dy, place, w, **options))
+
+
+@pytest.mark.parametrize(
+    ("w_shape", "dy_shape", "width", "dtype", "pays"),
+    [
+        ((16, 6, 5, 5), (16, 4, 4, 1024), 12, "float32", True),
+        ((16, 6, 5, 5), (16, 4, 4, 512), 12, "float32", False),  # too few products for four launches
+        ((16, 6, 5, 5), (16, 4, 4, 128), 12, "bfloat16", True),
+        ((32, 16, 5, 5), (32, 5, 5, 128), 14, "float32", True),
+        ((6, 1, 5, 5), (6, 12, 12, 2048), 28, "float32", False),  # mostly zeros
+        ((6, 1, 5, 5), (6, 12, 12, 2048), 28, "bfloat16", True),
+        ((64, 32, 5, 5), (64, 12, 12, 1024), 28, "bfloat16", False),  # too large
+    ],
+)
+def test_the_band_pays_for_small_images(w_shape, dy_shape, width, dtype, pays):
+    w, dy = (jax.ShapeDtypeStruct(shape, dtype) for shape in (w_shape, dy_shape))
+    assert band_pays(w, dy, width, (2, 2)) == pays
