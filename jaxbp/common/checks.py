@@ -118,6 +118,22 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
     return int(both[0]), int(both[1])
 
 
+def per_axis(op: str, name: str, value: Any, axes: int) -> tuple[int, ...]:
+    if axes == 2:
+        return pair(op, name, value)
+    return (count(op, name, value[0] if isinstance(value, tuple | list) and len(value) == 1 else value),)
+
+
+def sides(value: Any, axes: int) -> tuple[tuple[int, int], ...] | None:
+    """Return a padding as one pair (before, after) per axis, or None if it is no padding."""
+    each = [value] * axes if is_int(value) else value
+    pairs = [(p, p) if is_int(p) else p for p in each] if isinstance(each, tuple | list) else []
+    fits = len(pairs) == axes and all(
+        isinstance(both, tuple | list) and len(both) == 2 and all(is_int(p) and p >= 0 for p in both) for both in pairs
+    )
+    return tuple((int(before), int(after)) for before, after in pairs) if fits else None
+
+
 def precision(op: str, value: PrecisionLike) -> PrecisionLike:
     both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
     for one in both:

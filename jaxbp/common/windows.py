@@ -91,12 +91,6 @@ def has_symbolic_sides(pads) -> bool:
     return checks.is_symbolic(*itertools.chain(*pads))
 
 
-def per_axis(op, name, value, axes) -> tuple[int, ...]:
-    if axes == 2:
-        return checks.pair(op, name, value)
-    return (checks.count(op, name, value[0] if isinstance(value, tuple | list) and len(value) == 1 else value),)
-
-
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
     """Return `padding` as one pair (before, after) per axis. `window` is the dilated window's size."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
@@ -104,13 +98,8 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
         return tuple(tuple(p if checks.is_symbolic(p) else int(p) for p in both) for both in pads)
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
         return ((window[0] - 1, 0),)
-    each = [padding] * len(input_size) if checks.is_int(padding) else padding
-    pairs = [(p, p) if checks.is_int(p) else p for p in each] if isinstance(each, tuple | list) else []
-    fits = len(pairs) == len(input_size) and all(
-        isinstance(pair, tuple | list) and len(pair) == 2 and all(checks.is_int(p) and p >= 0 for p in pair)
-        for pair in pairs
-    )
-    if not fits:
+    pads = checks.sides(padding, len(input_size))
+    if pads is None:
         names = (
             "'VALID', 'SAME', or 'SAME_LOWER'" if len(input_size) > 1 else "'VALID', 'SAME', 'SAME_LOWER', or 'CAUSAL'"
         )
@@ -118,7 +107,7 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
             f"{op}: padding is {padding!r}; wants {names}; or an int; or a sequence with one entry per axis "
             f"({len(input_size)} in total), each an int or a pair (before, after). Each int is at least 0"
         )
-    return tuple((int(before), int(after)) for before, after in pairs)
+    return pads
 
 
 def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
@@ -131,8 +120,9 @@ def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
 
 
 def fits(extent, input_size, padding) -> bool:
+    symbolic = checks.is_symbolic(*extent, *input_size)
     sides = zip(extent, input_size, padding, strict=True)
-    return all(checks.is_symbolic(size, reach) or size + sum(p) >= reach for reach, size, p in sides)
+    return all((symbolic and checks.is_symbolic(size, reach)) or size + sum(p) >= reach for reach, size, p in sides)
 
 
 class PoolOptions(TypedDict, total=False):

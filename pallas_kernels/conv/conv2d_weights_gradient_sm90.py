@@ -92,12 +92,12 @@ def _tile(dy, x, window, config, pooled):
 
 def _plan(dy: Any, x: Any, window: tuple[int, int], pooled: bool) -> Config | str:
     (K, _, Q, _), (C, H, W, _), (R, S) = dy.shape, x.shape, window
-    configs = {}
+    configs, shared_bytes = {}, device.target().shared_bytes - _RESERVED_BYTES
     for channels, places, images_on_left in itertools.product(divisors(C), divisors(R * S), (False, True)):
         tile = _tile(dy, x, window, Config(channels, places, images_on_left, 0), pooled)
         stage_bytes = OPERAND_BYTES * (tile.x_rows + tile.gradients) + pooled * tile.gradients * tile.examples
-        left = device.target().shared_bytes - _RESERVED_BYTES - pooled * OPERAND_BYTES * 2 * tile.routed
-        config = Config(channels, places, images_on_left, min(_MAX_STAGES, left // stage_bytes))
+        stages = (shared_bytes - pooled * OPERAND_BYTES * 2 * tile.routed) // stage_bytes
+        config = Config(channels, places, images_on_left, min(_MAX_STAGES, stages))
         if (
             not any(rows % 8 for rows in (K * Q, tile.band * W, R * W, H * W))
             # dy of `conv2d` is copied one channel at a time, in whole tiles of eight rows.

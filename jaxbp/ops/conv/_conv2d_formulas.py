@@ -2,6 +2,7 @@
 filters."""
 
 import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -9,14 +10,31 @@ import numpy as np
 from jax import lax
 
 from jaxbp.common import checks
-from jaxbp.common.windows import dilated, has_symbolic_sides, output_size
+from jaxbp.common.windows import dilated, output_size
 from jaxbp.pairing import transpose
 
 
-def forward(x, w, b, *, stride, padding, dilation, groups, precision):
-    y = _convolve_as_laid_out(
+def forward(x, w, b, **options):
+    return _add_bias(_convolve_images(x, w, **options), b)
+
+
+def forward_formula(x, w, b, **options):
+    convolve = functools.partial(_convolve_images, channels_last_on_cpu=True, **options)
+    if _is_product(x, w):
+        return _add_bias(convolve(x, w), b)
+    multiply = functools.partial(_multiply_columns, **options)
+    return _add_bias(lax.platform_dependent(x, w, cpu=multiply, default=convolve), b)
+
+
+def _add_bias(y, b):
+    return y if b is None else y + b[None, :, None, None]
+
+
+def _convolve_images(x, w, *, stride, padding, dilation, groups, precision, channels_last_on_cpu=False):
+    return _convolve(
         x,
         w,
+        channels_last_on_cpu,
         window_strides=stride,
         padding=padding,
         rhs_dilation=dilation,
@@ -24,25 +42,6 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
         feature_group_count=groups,
         precision=precision,
     )
-    return y if b is None else y + b[None, :, None, None]
-
-
-def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    options = dict(padding=padding, precision=precision)
-    convolve = functools.partial(
-        _convolve,
-        window_strides=stride,
-        rhs_dilation=dilation,
-        dimension_numbers=("NCHW", "OIHW", "NCHW"),
-        feature_group_count=groups,
-        **options,
-    )
-    if _is_product(x, w):
-        y = convolve(x, w)
-    else:
-        multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
-        y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
-    return y if b is None else y + b[None, :, None, None]
 
 
 def _is_product(x, w):
@@ -64,27 +63,25 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
     return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
 
 
-def _convolve(x, w, *, dimension_numbers, **options):
+def _convolve(x, w, channels_last_on_cpu=True, *, padding, dimension_numbers, lhs_dilation=(1, 1), **options):
     """Convolve x with w. On a CPU, transpose to NHWC, because XLA is slow with other layouts inside of loops."""
+    if checks.is_symbolic(*itertools.chain(*padding)):  # which JAX refuses
+        of_axes = {axis: (*p, s - 1) for axis, p, s in zip("HW", padding, lhs_dilation, strict=True)}
+        x = lax.pad(x, jnp.zeros((), x.dtype), [of_axes.get(axis, (0, 0, 0)) for axis in dimension_numbers[0]])
+        padding, lhs_dilation = "VALID", (1, 1)
+    convolve = functools.partial(lax.conv_general_dilated, padding=padding, lhs_dilation=lhs_dilation, **options)
+    as_laid_out = functools.partial(convolve, dimension_numbers=dimension_numbers)
+    if not channels_last_on_cpu:
+        return as_laid_out(x, w)
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers
         x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
         w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
-        y = _convolve_as_laid_out(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+        y = convolve(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return y.transpose(["NHWC".index(axis) for axis in y_axes])
 
-    as_laid_out = functools.partial(_convolve_as_laid_out, dimension_numbers=dimension_numbers, **options)
     return lax.platform_dependent(x, w, cpu=channels_last, default=as_laid_out)
-
-
-def _convolve_as_laid_out(x, w, *, padding, dimension_numbers, lhs_dilation=(1, 1), **options):
-    if has_symbolic_sides(padding):  # which JAX refuses
-        of_axes = {axis: (*p, s - 1) for axis, p, s in zip("HW", padding, lhs_dilation, strict=True)}
-        x = lax.pad(x, jnp.zeros((), x.dtype), [of_axes.get(axis, (0, 0, 0)) for axis in dimension_numbers[0]])
-        padding, lhs_dilation = "VALID", (1, 1)
-    options |= dict(padding=padding, lhs_dilation=lhs_dilation, dimension_numbers=dimension_numbers)
-    return lax.conv_general_dilated(x, w, **options)
 
 
 def input_gradient_autodiff(dy, w, *, input_size, groups, **options):

@@ -3,6 +3,7 @@
 A layout is the permutation that transposes to NCHW or OIHW. NHWC images have the layout (0, 3, 1, 2).
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) ->
 
 def check_shape(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> tuple[int, ...]:
     checks.shape(op, name, a, *(wanted[layout.index(axis)] for axis in range(len(layout))))
-    return tuple(a.shape[axis] for axis in layout)
+    return operator.itemgetter(*layout)(a.shape)
 
 
 def arranged(a: Array, layout: Layout) -> Array:

@@ -112,10 +112,10 @@ _DEPTHWISE_CONV1D = Pair(
     {"xla": _gradients_formula, "pallas": _gradients_kernel},
     save={
         "xla": functools.partial(saving_arguments, _forward),
-        "pallas": functools.partial(saving_arguments, differentiable(_forward_kernel, _forward, batched(0))),
+        "pallas": functools.partial(saving_arguments, differentiable(_forward_kernel, _forward, batched("x"))),
     },
     residuals=given_arguments,
-    batch_axes=batched(0, 1),
+    batch_axes=batched("dy", "x"),
     name="conv1d",
     unsupported=_unsupported,
     default=_default,

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
-from jaxbp.common.windows import Padding, Size, dilated, output_size, per_axis, require_fit, window_padding
+from jaxbp.common.windows import Padding, Size, dilated, output_size, require_fit, window_padding
 from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._layouts import DimensionNumbers
@@ -33,12 +33,11 @@ matrix of the filters was faster than cuDNN."""
 
 def product_pays(w, input_size, output_size, precision):
     K, C, F, G = w.shape
-    if checks.is_symbolic(*w.shape, *input_size, *output_size) or not on_tensor_cores(w.dtype, precision):
-        return False
     # A convolution with 1 x 1 filters already is a matrix product.
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
-    return F * G > 1 and elements <= _MAX_ELEMENTS and positions <= _MAX_POSITIONS_PER_TAP * F * G
+    small = elements <= _MAX_ELEMENTS and positions <= _MAX_POSITIONS_PER_TAP * F * G
+    return F * G > 1 and small and on_tensor_cores(w.dtype, precision)
 
 
 def _forward_kernel(x, w, b, **options):
@@ -124,7 +123,8 @@ def _default_forward(x, w, b, **options):
 
 def _default_input_gradient(dy, w, **options):
     formula = functools.partial(formulas.input_gradient_formula, **options)
-    if not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
+    symbolic = checks.is_symbolic(*w.shape, *dy.shape[2:], *options["input_size"])
+    if symbolic or not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
         return formula(dy, w)
     # cuBLAS computes this product faster than the kernel.
     return lax.platform_dependent(dy, w, cuda=functools.partial(_input_gradient_product, **options), default=formula)
@@ -133,7 +133,10 @@ def _default_input_gradient(dy, w, **options):
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
 _FORWARD = _part(
     "conv2d",
-    {"xla": formulas.forward_formula, "pallas": differentiable(_forward_kernel, formulas.forward_formula, batched(0))},
+    {
+        "xla": formulas.forward_formula,
+        "pallas": differentiable(_forward_kernel, formulas.forward_formula, batched("x")),
+    },
     default=_default_forward,
 )
 _INPUT_GRADIENT = _part(
@@ -141,7 +144,7 @@ _INPUT_GRADIENT = _part(
     {
         "autodiff": formulas.input_gradient_autodiff,
         "xla": formulas.input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, formulas.input_gradient_formula, batched(0)),
+        "pallas": differentiable(_input_gradient_kernel, formulas.input_gradient_formula, batched("dy")),
         None: _default_input_gradient,
     },
 )
@@ -150,7 +153,7 @@ _WEIGHTS_GRADIENT = _part(
     {
         "autodiff": formulas.weights_gradient_autodiff,
         "xla": formulas.weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, formulas.weights_gradient_formula, batched(0, 1)),
+        "pallas": differentiable(_weights_gradient_kernel, formulas.weights_gradient_formula, batched("dy", "x")),
     },
 )
 _BIAS_GRADIENT = _part(
@@ -158,7 +161,7 @@ _BIAS_GRADIENT = _part(
     {
         "autodiff": formulas.bias_gradient_autodiff,
         "xla": formulas.bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, formulas.bias_gradient_formula, batched(0)),
+        "pallas": differentiable(_bias_gradient_kernel, formulas.bias_gradient_formula, batched("dy")),
     },
     default=_LIBRARY,
 )
@@ -166,7 +169,7 @@ _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
         "xla": formulas.parameter_gradients_formula,
-        "pallas": differentiable(_parameter_gradients_kernel, formulas.parameter_gradients_formula, batched(0, 1)),
+        "pallas": differentiable(_parameter_gradients_kernel, formulas.parameter_gradients_formula, batched("dy", "x")),
     },
 )
 
@@ -214,13 +217,12 @@ def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1,
 
 
 def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    stride = per_axis(op, "stride", stride, len(input_size))
-    dilation = per_axis(op, "dilation", dilation, len(input_size))
-    groups = checks.count(op, "groups", groups)
+    stride = checks.per_axis(op, "stride", stride, len(input_size))
+    dilation = checks.per_axis(op, "dilation", dilation, len(input_size))
+    groups, precision = checks.count(op, "groups", groups), checks.precision(op, precision)
     extent = dilated(filter_size, dilation)
     padding = window_padding(op, padding, input_size, extent, stride)
     require_fit(op, "filter with its dilation", extent, input_size, padding)
-    precision = checks.precision(op, precision)
     return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
 
 

@@ -200,7 +200,7 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
         {
             "autodiff": _gradients_autodiff,
             "xla": _gradients_formula,
-            "pallas": differentiable(_gradients_kernel, _gradients_formula, batched(0, 1, 2)),
+            "pallas": differentiable(_gradients_kernel, _gradients_formula, batched("dy", "indices", "x")),
         },
         unsupported=_unsupported,
         partitioned=True,
@@ -209,7 +209,7 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
     save={
         "xla": functools.partial(_save, _forward_and_indices),
         "pallas": functools.partial(
-            _save, differentiable(_forward_and_indices_kernel, _forward_and_indices, batched(0))
+            _save, differentiable(_forward_and_indices_kernel, _forward_and_indices, batched("x"))
         ),
     },
     has_aux=True,

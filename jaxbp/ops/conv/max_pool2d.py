@@ -159,7 +159,7 @@ _MAX_POOL2D_BACKWARD = Op(
     {
         "autodiff": _scatter_by_autodiff,
         "xla": scatter_formula,
-        "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
+        "pallas": differentiable(_scatter_kernel, scatter_formula, batched("dy", "indices")),
     },
     unsupported=_unsupported,
     # Unless windows are adjacent, the kernel transposes NCHW images, which takes more time than the kernel saves.
