@@ -117,7 +117,7 @@ def _plan(dy: Any, x: Any, window: tuple[int, int], pooled: bool) -> Config | st
 
 def _rows_a_product(dy, x):
     (_, rows, Q, _), W = dy.shape, x.shape[2]
-    # A tile of an operand has eight rows, one per pixel. Without such R, no plan fits 1 row.
+    # A tile of an operand has eight rows, one per pixel. If no R fits, no config fits R = 1 either.
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), 1)
 
 

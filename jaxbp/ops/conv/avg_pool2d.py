@@ -14,13 +14,13 @@ from jaxbp.common.windows import (
     PoolOptions,
     Size,
     arange,
-    dilated,
     pool_windows,
     unsupported,
     with_pool_options,
 )
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.ops.conv import _layouts as layouts
+from jaxbp.ops.conv._conv2d_formulas import full_padding
 from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -53,13 +53,9 @@ def _positions(windows):
 
 def _spread(dy, windows):
     """Return dy, spaced out by the stride, so that summing it over one window per input position gives dx."""
-    sizes = windows.input_size, dilated(dy.shape[2:], windows.stride)
-    edges = []
-    for reach, s, (before, _), size, spread in zip(
-        windows.extent, windows.stride, windows.padding, *sizes, strict=True
-    ):
-        low = reach - 1 - before
-        edges.append((low, size + reach - 1 - low - spread, s - 1))
+    options = dict(stride=windows.stride, padding=windows.padding, dilation=windows.dilation)
+    sides = full_padding(dy.shape[2:], windows.window, windows.input_size, **options)
+    edges = [(low, high, s - 1) for (low, high), s in zip(sides, windows.stride, strict=True)]
     return lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), (0, 0, 0), *edges])
 
 

@@ -27,10 +27,6 @@ from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 
-def _places(window):
-    return [(u, v) for u in range(window[0]) for v in range(window[1])]
-
-
 def _at_place(place, x, windows, fill):
     # JAX cannot slice an axis of symbolic size with a stride, and gathers only along axes that cannot be empty.
     symbolic = checks.is_symbolic(*windows.output_size)
@@ -45,7 +41,7 @@ def _at_place(place, x, windows, fill):
 
 
 def max_and_indices(x, *, windows):
-    places = _places(windows.window)
+    places = list(np.ndindex(windows.window))
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     least = limit(x.dtype, -jnp.inf)
     values = [_at_place(place, x, windows, least) for place in places]
@@ -87,7 +83,7 @@ def _save(x, *, windows, channels_last):
 def select(x, indices, *, windows, fill=0):
     """Return the element of x at the position that `indices` gives for each window, or 0 if a window has no such
     position. `fill` pads x."""
-    places = enumerate(_places(windows.window))
+    places = enumerate(np.ndindex(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 
 
@@ -107,7 +103,7 @@ def _send_to_places(dy, indices, windows):
     # Windows may overlap, so dx is a sum over windows, in float32 or wider.
     dx = jnp.zeros((*dy.shape[:2], *sizes), wide(dy.dtype))
     sides = list(zip(sizes, dilated(dy.shape[2:], windows.stride), windows.stride, windows.dilation, strict=True))
-    for i, place in enumerate(_places(windows.window)):
+    for i, place in enumerate(np.ndindex(windows.window)):
         spread = [(at * d, size - at * d - reach, s - 1) for at, (size, reach, s, d) in zip(place, sides, strict=True)]
         dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread]).astype(dx.dtype)
     # If the loop's paddings were negative, XLA would fail on a mesh that divides the image.
@@ -124,26 +120,17 @@ def _fetch_from_windows(dy, indices, window):
 
 
 def _scatter_kernel(dy, indices, *, windows, channels_last):
-    if windows.adjacent:
-        return _scatter_to_adjacent_windows(dy, indices, windows, channels_last)
-    dx_last = kernels.scatter_gradients(
-        batch_last(dy),
-        batch_last(indices),
-        input_size=windows.input_size,
-        window=windows.window,
-        stride=windows.stride,
-        padding=tuple(before for before, _ in windows.padding),
-    )
-    return batch_first(dx_last, dy.shape[0])
-
-
-def _scatter_to_adjacent_windows(dy, indices, windows, channels_last):
-    options = dict(input_size=windows.input_size, window=windows.window, channels_last=channels_last)
+    options = dict(input_size=windows.input_size, window=windows.window)
+    if not windows.adjacent:
+        before = tuple(before for before, _ in windows.padding)
+        arrays = batch_last(dy), batch_last(indices)
+        dx_last = kernels.scatter_gradients(*arrays, stride=windows.stride, padding=before, **options)
+        return batch_first(dx_last, dy.shape[0])
     if not channels_last:
         return kernels.scatter_to_windows(dy, indices, **options)
     # XLA cancels these transposes against the transposes of the op's arguments and result.
     dy, indices = (jnp.moveaxis(a, 1, -1) for a in (dy, indices))
-    return jnp.moveaxis(kernels.scatter_to_windows(dy, indices, **options), -1, 1)
+    return jnp.moveaxis(kernels.scatter_to_windows(dy, indices, **options, channels_last=True), -1, 1)
 
 
 def _unsupported(*arrays, windows, channels_last):
