@@ -58,8 +58,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
         def position(j, _):
             def add_taps(turn, sums):
-                row = quotient(turn, turns[2])
-                first = quotient(turn, turns[1] * turns[2]), remainder(row, turns[1]), remainder(turn, turns[2])
+                c, row = quotient(turn, turns[1] * turns[2]), quotient(turn, turns[2])
+                first = c, remainder(row, turns[1]), remainder(turn, turns[2])
                 taps = [
                     tuple(n * part + t for n, part, t in zip(first, unrolled, tap, strict=True))
                     for tap in itertools.product(*map(range, unrolled))

@@ -123,8 +123,8 @@ def _default_forward(x, w, b, **options):
 
 def _default_input_gradient(dy, w, **options):
     formula = functools.partial(formulas.input_gradient_formula, **options)
-    symbolic = checks.is_symbolic(*w.shape, *dy.shape[2:], *options["input_size"])
-    if symbolic or not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
+    unsupported = options["groups"] != 1 or checks.is_symbolic(*w.shape, *dy.shape[2:], *options["input_size"])
+    if unsupported or not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
         return formula(dy, w)
     # cuBLAS computes this product faster than the kernel.
     return lax.platform_dependent(dy, w, cuda=functools.partial(_input_gradient_product, **options), default=formula)

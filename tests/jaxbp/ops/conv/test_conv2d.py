@@ -169,6 +169,13 @@ def test_a_program_for_a_gpu_takes_any_batch(on_hopper):
     assert exported.out_avals[0].shape == shapes[0]
 
 
+def test_gradients_of_groups_of_small_images_have_a_default():
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6, 12, 12), (16, 3, 5, 5)))
+    op = functools.partial(conv2d, groups=2, precision="default")
+    dx, dw = jax.eval_shape(jax.grad(lambda x, w: jnp.sum(op(x, w)), (0, 1)), x, w)
+    assert (dx.shape, dw.shape) == (x.shape, w.shape)
+
+
 @pytest.mark.parametrize(
     ("w_shape", "input_size", "output_size", "pays"),
     [
