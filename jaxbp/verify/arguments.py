@@ -36,13 +36,18 @@ class Arguments:
     structure: Any
     alone: tuple[bool, ...] = ()
 
-    @property
+    @functools.cached_property
     def float_names(self) -> tuple[str, ...]:
         return tuple(name for name, a in zip(self.names, self.leaves, strict=True) if is_float(a))
 
-    @property
+    @functools.cached_property
     def floats(self) -> tuple[Any, ...]:
         return tuple(a for a in self.leaves if is_float(a))
+
+    @functools.cached_property
+    def dtypes(self) -> list[np.dtype]:
+        """The dtypes of `floats`."""
+        return [a.dtype for a in self.floats]
 
     def with_integers(self, integers: Sequence[Any]) -> "Arguments":
         """Replace the arrays that are not floating."""

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
-from jaxbp.verify import points as at
 from jaxbp.verify.arguments import (
     Arguments,
     name_of,
@@ -17,15 +16,12 @@ from jaxbp.verify.arguments import (
     takes_implementation,
     without_other_implementations,
 )
-from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS, USER_DATA, Point
-from jaxbp.verify.progress import Progress
-from jaxbp.verify.reference import Reference
-from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow
+from jaxbp.verify.judge import TOLERANCES, Tolerance
+from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS
+from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow, Progress
 from jaxbp.verify.study import Settings, Study, is_broken
-from jaxbp.verify.tolerance import TOLERANCES, Tolerance
 
 ORDERS = (1, 2, 3)
-MOST_KINKS = 16
 
 
 def check(
@@ -144,64 +140,28 @@ def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[s
         yield ", ".join(name), taken, changed
 
 
-def _rows(
-    op: Callable, arguments: Arguments, options: Mapping[str, Any], settings: Settings, notes: list[str]
-) -> Iterator[CheckRow]:
+def _rows(op, arguments, options, settings, notes) -> Iterator[CheckRow]:
     if not arguments.floats:
         raise ValueError(f"check: {name_of(op)} has no floating argument; wants at least one, to differentiate")
-    dtypes = [a.dtype for a in arguments.floats]
-    if unknown := [dtype.name for dtype in dtypes if dtype.name not in settings.tolerances]:
+    if unknown := [dtype.name for dtype in arguments.dtypes if dtype.name not in settings.tolerances]:
         for implementation in settings.implementations:
             row = functools.partial(CheckRow, name_of(op), implementation, unknown[0], "all", 1, "", "skipped")
             yield row(reason=f"there is no tolerance for {unknown[0]}", data=unknown[0])
         return
-    wide = np.float64 in dtypes
-    with jax.default_matmul_precision("highest"), jax.enable_x64(wide or jax.config.jax_enable_x64):
-        reference, random = Reference(op, arguments, options, settings.gradient_of), at.generator(settings.seed)
-        own = Point(
-            USER_DATA,
-            [np.asarray(a, np.float64) for a in arguments.floats],
-            [at.normal(random, y.shape, y.dtype) for y in reference.results],
-        )
-        directions = [
-            [at.direction(random, np.asarray(a, np.float64), a.dtype) for a in arguments.floats]
-            for _ in range(settings.order - 1)
-        ]
-        study = Study(op, arguments, options, settings, reference, directions)
-        constants = sorted({s * c for c in reference.constants for s in (1, -1)}, key=abs)[:MOST_KINKS]
-        kinks = tuple(dict.fromkeys((*settings.kinks, *constants))) if settings.kinks else ()
-        tried = list(at.points(own, reference.names, kinks, settings.added, _dy_factors(reference.results), random))
-        large = at.everywhere_large(own, random)
-        tried += [at.with_one_array(own, same, study.same_name(same)) for same in study.same]
-        tried = [point.rounded(dtypes, [y.dtype for y in reference.results]) for point in tried]
-        orders = [(own, order) for order in range(2, settings.order + 1)]
-        expected, failed = study.expected(tried, orders)
-        if "integers" in settings.added and settings.gradient_of is None:
-            study.other_integers = list(at.other_integers(arguments.integers, random))
-        for implementation in settings.implementations:
-            programs, found = study.programs(implementation), []
-            for row in study.of_implementation(programs, expected, failed, tried[0], tried):
-                found.append(row)
-                yield row
-            if not is_broken(found) and "dtypes" in settings.added and len(set(dtypes)) == 1:
-                for dtype in ("float32",) if dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
-                    yield from study.in_dtype(programs, dtype, (own, large))
-        notes += reference.notes
-
-
-def _dy_factors(results: Sequence[Any]) -> Mapping[str, float]:
-    if any(y.dtype == np.float16 for y in results):
-        return {"dy times -32": -32.0}
-    return {"dy times -4,096": -4096.0, "dy times 1e-9": 2.0**-30}
+    wide = np.float64 in arguments.dtypes or jax.config.jax_enable_x64
+    with jax.default_matmul_precision("highest"), jax.enable_x64(wide):
+        study = Study(op, arguments, options, settings)
+        yield from study.rows()
+        notes += study.reference.notes
 
 
 def _untried(rows, options, cases, added) -> str:
     missing = [name for name in EXTRA_DATA if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
     missing += [dtype for dtype in TOLERANCES if dtype not in tried and not any(row.data == dtype for row in rows)]
-    if broken := {row.implementation for row in rows if is_broken([row])} - {None}:
+    if broken := {row.implementation for row in rows if is_broken(row)} - {None}:
         missing.append(f"added data for {', '.join(sorted(broken))}, because the user's data fails")
-    elif any(is_broken([row]) for row in rows):
+    elif any(is_broken(row) for row in rows):
         missing.append("added data, because the user's data fails")
     if kinds := {row.dtype for row in rows if row.reason == NOT_FLOATING}:
         changed = {row.data for row in rows if row.verdict != "skipped"}

@@ -1,148 +1,37 @@
 import dataclasses
-import io
-import math
-import os
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from jax import Array, lax
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import bind, name_of, require_function, require_several, take_apart
-from jaxbp.verify.exact import Exact
-from jaxbp.verify.measurement import Difference, Measured, Program, derivatives_of, measure
-from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
-from jaxbp.verify.tolerance import TOLERANCES, excess_and_difference
+from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
+from jaxbp.verify.derivatives import along, has_no_forward_mode, in_numpy, scale_of, value_and_gradients
+from jaxbp.verify.interpreter import traced
+from jaxbp.verify.judge import (
+    KINK_RTOL,
+    NEIGHBORS,
+    TOLERANCES,
+    Tolerance,
+    allowed,
+    excess_and_difference,
+    is_as_exact,
+    is_between,
+)
+from jaxbp.verify.lifting import lifted
+from jaxbp.verify.points import generator
+from jaxbp.verify.timing import compile_program, device_seconds
 
-BAR_WIDTH = 60
-AS_FAST = 1.05
-HOST_BOUND = 0.05
+CALLS = 10
+"""Calls per timed program on a GPU, which does not wait for the host between them."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The findings of `compare`, one in `measured` per implementation, first the reference."""
-
-    function: str
-    device: str
-    reference: str | None
-    measured: tuple[Measured, ...]
-
-    @property
-    def verdict(self) -> list[str]:
-        """One sentence per implementation except the reference."""
-        reference, *others = self.measured
-        return [self._verdict(reference, one) for one in others]
-
-    @classmethod
-    def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None means infinity."""
-
-        def difference(values):
-            known = {key: math.inf if value is None else value for key, value in values.items()}
-            return Difference(**known | {"shape": tuple(values["shape"])})
-
-        def measured(values):
-            programs = {name: values[name] and Program(**values[name]) for name in ("gradients", "hessian_product")}
-            return Measured(**values | programs | {"differences": tuple(map(difference, values["differences"]))})
-
-        report = {field.name: report[field.name] for field in dataclasses.fields(cls)}
-        return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
-
-    def to_html(self, path: str | os.PathLike) -> None:
-        Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
-
-    def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page. `before` and `after` are HTML around the comparison."""
-        names = ", ".join(str(one.implementation) for one in self.measured)
-        parts = [
-            section("Time", printed(self._bars("µs", "microseconds", 1))),
-            section("Memory", printed(self._bars("MiB", "peak_bytes", 2**20))),
-            section("Numbers", printed(*self._tables())),
-        ]
-        return page(f"{self.function}: {names}", self.verdict, [self.device, *notes], before, *parts, after)
-
-    def _verdict(self, reference: Measured, one: Measured) -> str:
-        if one.missing:
-            return f"{self.function} has no {'kernel' if one.implementation == 'pallas' else one.implementation}"
-        if one.gradients is None:
-            return f"{one.implementation} failed: {one.failed}"
-        if one.same_as is not None:
-            hint = "does the function pass `implementation=` on?"
-            return f"{one.implementation} compiles to the same program as {one.same_as}; {hint}"
-        ratio = reference.gradients.microseconds / one.gradients.microseconds
-        if abs(np.log(ratio)) < np.log(AS_FAST):
-            speed = "as fast"
-        else:
-            speed = f"{_times(ratio)} faster" if ratio > 1 else f"{_times(1 / ratio)} slower"
-            speed += _spread(reference.gradients, one.gradients, ratio > 1)
-        if min(reference.gradients.host_waited, one.gradients.host_waited) < HOST_BOUND:
-            speed += " (the host limits the time)"
-        worst = max(one.differences, key=lambda difference: (difference.mistakes > 0, difference.relative))
-        if worst.mistakes:
-            where = f"{worst.mistakes:,} of {math.prod(worst.shape):,} elements of {worst.kind} {worst.name}"
-            found = f"more than rounding in {where}: {worst.worst}"
-        else:
-            found = f"differences at most {worst.relative:.0e}: rounding" if worst.relative else "no difference"
-        failed = f"; no Hessian product: {one.failed}" if one.failed else ""
-        return f"{one.implementation} {speed}; {found}{failed}"
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        self.show(Console(file=text, width=WIDTH))
-        return text.getvalue()
-
-    def show(self, console: Console) -> None:
-        show(console, *(Text(line, style="bold") for line in self.verdict))
-        show(console, *self._tables())
-
-    def _tables(self) -> list[Table | Text]:
-        failed = [one for one in self.measured if one.failed and not one.missing]
-        reasons = [Text(f"failed: {one.implementation}: {one.failed}", style="red") for one in failed]
-        return [self._costs(), self._differences(), *reasons]
-
-    def _bars(self, unit: str, field: str, size: float) -> Table:
-        bars = Table.grid("", "", "", padding=(0, 1))
-        values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
-        largest = max(value for *_, value in values) or 1
-        for implementation, kind, value in values:
-            bar = Text("█" * round(BAR_WIDTH * value / largest), style=colour(implementation))
-            bars.add_row(f"{implementation}, {kind}", bar, f"{value / size:,.2f} {unit}")
-        return bars
-
-    def _costs(self) -> Table:
-        costs = Table(
-            "", "program", "µs", "host\nwaited", "MiB,\ntemporary", "compile,\ns", "largest difference",
-            title=f"{self.function} on {self.device}",
-        )  # fmt: skip
-        for column in costs.columns[2:6]:
-            column.justify = "right"
-        for column in costs.columns[:-1]:
-            column.no_wrap = True
-        costs.columns[-1].overflow = "fold"
-        for one in self.measured:
-            for kind, program in one.programs:
-                name = "Hessian" if kind == "hessian product" else kind
-                costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
-            costs.add_section()
-        return costs
-
-    def _differences(self) -> Table:
-        others = [one for one in self.measured if one.differences and one.implementation != self.reference]
-        differences = Table(
-            "kind", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
-            title=f"differences from {self.reference}",
-        )  # fmt: skip
-        for expected in self.measured[0].differences:
-            rows = [one.difference(expected.kind, expected.name) for one in others]
-            numbers = [f"{row.absolute:.1e}  {row.relative:.1e}" if row else "" for row in rows]
-            differences.add_row(expected.kind, Text(expected.name), str(expected.shape), *numbers)
-        return differences
+Data = tuple[list[Array], list[Array], list[Array]]
+"""Arguments, cotangents, and a direction of the differentiated arguments."""
 
 
 def compare(
@@ -189,67 +78,179 @@ def compare(
             f"compare: {name_of(function)} has no floating argument{among}; wants at least one, to differentiate"
         )
     leaves, random = list(arguments.leaves), np.random.default_rng(seed)
+    normal = lambda a: random.standard_normal(a.shape).astype(a.dtype)  # noqa: E731
     shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
-    cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]
-    direction = [_normal(random, leaves[i]) for i in chosen]
-    data, order = (leaves, cotangents, direction), 2 if second_order else 1
+    cotangents = [normal(y) if y.shape else np.ones((), y.dtype) for y in shapes]
+    data = leaves, cotangents, [normal(leaves[i]) for i in chosen]
     dtypes = {leaves[i].dtype.name for i in chosen} | {y.dtype.name for y in shapes}
     tolerance = max((TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes), key=lambda one: one.rtol)
-    expected, measured, programs = None, [], {}
+    names = {kind: [arguments.names[i] for i in chosen] for kind in ("gradient", "hessian product")}
+    names["value"] = ["value"] if len(shapes) == 1 else [f"value {i}" for i in range(len(shapes))]
+    difference, measured, programs = None, [], {}
     for implementation in dict.fromkeys((reference, *implementations)):
-        functions = derivatives_of(bind(function, implementation, options), arguments, chosen)
-        one, results = measure(implementation, functions, data, order, seconds, programs, may_fail=bool(measured))
-        expected = expected or Exact(functions, data, chosen, results, tolerance)
-        differences = tuple(
-            _difference(expected, kind, i, name, a)
-            for kind in results
-            for i, (name, a) in enumerate(zip(_names(kind, arguments, chosen, shapes), results[kind], strict=True))
-        )
-        measured.append(dataclasses.replace(one, differences=differences))
+        functions = _derivatives(functools.partial(arguments.call, bind(function, implementation, options)), chosen)
+        one, results = _measure(implementation, functions, data, second_order, seconds, programs, bool(measured))
+        difference = difference or _difference_from(results, functions, data, chosen, tolerance)
+        found = (difference(kind, i, name, results[kind][i]) for kind in results for i, name in enumerate(names[kind]))
+        measured.append(dataclasses.replace(one, differences=tuple(found)))
     return Comparison(name_of(function), jax.devices()[0].device_kind, reference, tuple(measured))
 
 
-def _names(kind, arguments, chosen, results):
-    if kind != "value":
-        return [arguments.names[i] for i in chosen]
-    return ["value"] if len(results) == 1 else [f"value {i}" for i in range(len(results))]
+def _derivatives(function: Callable, chosen: Sequence[int]) -> Mapping[str, Sequence[Callable]]:
+    """Return, for each kind of result, functions of `Data`, the first of which has forward mode if there are two.
+
+    `function` maps a list of arrays to results. `chosen` has the indices of the differentiated arrays.
+    """
+
+    def of_chosen(leaves):
+        def call(*values):
+            moved = dict(zip(chosen, values, strict=True))
+            return function([moved.get(i, a) for i, a in enumerate(leaves)])
+
+        return call, [leaves[i] for i in chosen]
+
+    def gradients(leaves, cotangents):
+        call, values = of_chosen(leaves)
+        return value_and_gradients(call)(values, cotangents)
+
+    def hessian_product(reverse, leaves, cotangents, direction):
+        call, values = of_chosen(leaves)
+        gradient = lambda values: value_and_gradients(call)(values, cotangents)[1]  # noqa: E731
+        return along(gradient, direction, reverse)(values)
+
+    value, gradient = (lambda *data, k=k: gradients(*data[:2])[k] for k in (0, 1))
+    products = [functools.partial(hessian_product, reverse) for reverse in (False, True)]
+    return {"both": [gradients], "value": [value], "gradient": [gradient], "hessian product": products}
 
 
-def _difference(expected: Exact, kind: str, i: int, name: str, a: np.ndarray) -> Difference:
-    a, e = np.asarray(a, np.float64), expected.by_reference(kind, i)
-    wrong, exact = expected.mistakes(kind, i, a)
-    excess, _ = excess_and_difference(a, exact, expected.tolerance)
-    _, off = excess_and_difference(a, e, expected.tolerance)
-    with np.errstate(invalid="ignore", over="ignore"):
-        relative = np.linalg.norm(off) / max(np.linalg.norm(e[np.isfinite(e)]), 1e-300)
-    worst = ""
-    if wrong.any():
-        at = np.unravel_index(np.argmax(np.where(wrong, excess, -1.0)), a.shape)
-        index = f"[{', '.join(map(str, at))}]" if at else ""
-        worst = f"{name}{index} is {a[at]:.6g}; wants {exact[at]:.6g}"
-    return Difference(kind, name, a.shape, float(off.max(initial=0.0)), float(relative), int(wrong.sum()), worst)
+def _in_a_mode(run: Callable[[Callable], Any], functions: Sequence[Callable]) -> Any:
+    """Return `run(function)` for the first of `functions` whose mode of differentiation JAX supports."""
+    *others, last = functions
+    for function in others:
+        try:
+            return run(function)
+        except TypeError as error:
+            if not has_no_forward_mode(error):
+                raise
+    return run(last)
 
 
-def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
-    return random.standard_normal(a.shape).astype(a.dtype)
+def _measure(implementation, functions, data, second_order, seconds, programs, may_fail):
+    """Return the costs of one implementation, and a dict from kinds of results to arrays.
+
+    `functions` are from `_derivatives`. `programs` maps the texts of programs to implementations, to find identical
+    programs.
+    """
+    (gradients,), one, results = functions["both"], Measured(implementation), {}
+    try:
+        text = jax.jit(gradients).lower(*data[:2]).as_text()
+        one = dataclasses.replace(one, same_as=programs.get(text))
+        programs.setdefault(text, implementation)
+        program, (y, gradient) = _run(gradients, data[:2], seconds)
+        one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
+        if second_order:
+            run = lambda function: _run(function, data, seconds)  # noqa: E731
+            program, results["hessian product"] = _in_a_mode(run, functions["hessian product"])
+            one = dataclasses.replace(one, hessian_product=program)
+    except Exception as error:
+        if not may_fail:
+            raise
+        missing = isinstance(error, NotImplementedError) and "has no implementation" in str(error)
+        failed = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        one = dataclasses.replace(one, failed=failed, missing=missing)
+    return one, results
 
 
-def _spread(reference: Program, one: Program, faster: bool) -> str:
-    if None in (reference.fastest, one.fastest):
-        return ""
-    low, high = reference.fastest / one.slowest, reference.slowest / one.fastest
-    low, high = (low, high) if faster else (1 / high, 1 / low)
-    return f" ({_times(low)} to {_times(high)})"
+def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
+    arguments = jax.device_put(arguments)
+    compiled, compile_seconds = compile_program(function, arguments)
+    results = compiled(*arguments)
+    calls = CALLS if jax.default_backend() == "gpu" else 1  # XLA's CPU compiler makes slower code from a loop
+    program = compiled if calls == 1 else jax.jit(functools.partial(_one_after_another, function, calls, results))
+    program_seconds, host_waited, rounds = device_seconds(program, arguments, seconds)
+    memory = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    per_call = [seconds / calls * 1e6 for seconds in (program_seconds, min(rounds), max(rounds))]
+    program = Program(per_call[0], host_waited, compile_seconds, whole + temporary, temporary, *per_call[1:])
+    return program, jax.tree.map(np.asarray, results)
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
+
+    def call(before, _):
+        # The barrier prevents XLA from merging and overlapping calls.
+        given, _ = lax.optimization_barrier((arguments, before))
+        return function(*given), None
+
+    return lax.scan(call, jax.tree.map(jnp.zeros_like, results), length=calls)[0]
 
 
-def _cells(program: Program) -> list[str]:
-    memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
-    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", memory, f"{program.compile_seconds:.2f}"]
+def _difference_from(
+    results: Mapping[str, Sequence[Any]],
+    functions: Mapping[str, Sequence[Callable]],
+    data: Data,
+    chosen: Sequence[int],
+    tolerance: Tolerance,
+) -> Callable[[str, int, str, Any], Difference]:
+    """Return a function that compares arrays with the `results` of the reference, as computed and in float64."""
+    mode = jax.config.jax_enable_x64
 
+    def trace(function, _):
+        with jax.enable_x64(mode):
+            return traced(function, data)
 
-def _worst(difference: Difference | None) -> str:
-    return "" if difference is None else f"{difference.relative:.1e} {difference.name}"
+    compiled = functools.cache(lambda function: jax.jit(lifted(function, trace)))
+
+    def compute(kind, leaves):
+        with jax.enable_x64(True), np.errstate(all="ignore"):
+            return _in_a_mode(lambda function: in_numpy(compiled(function)(leaves, *data[1:])), functions[kind])
+
+    in_float64 = functools.cache(lambda kind: compute(kind, data[0]))
+
+    @functools.cache
+    def nearby(kind):
+        """Compute near the data, where ties are broken."""
+        random, found = generator(2), []
+        for _ in range(NEIGHBORS):
+            leaves = list(data[0])
+            for i in chosen:
+                a = np.asarray(leaves[i], np.float64)
+                leaves[i] = a + KINK_RTOL * scale_of(a) * random.uniform(-1, 1, a.shape)
+            found.append(compute(kind, leaves))
+        return found
+
+    def mistakes(kind, i, a, reference):
+        """Return a mask of the wrong elements of `a`, and the expected array."""
+        wrong = excess_and_difference(a, reference, tolerance)[0] > 1
+        if not wrong.any():
+            return wrong, reference
+        try:
+            e = in_float64(kind)[i]
+        except Exception:  # such as the error of a callback in float32
+            return wrong, reference
+        wrong = excess_and_difference(a, e, tolerance)[0] > 1
+        if wrong.any():
+            with np.errstate(invalid="ignore"):
+                off = np.abs(reference - e)
+            error = float(off[np.isfinite(off)].max(initial=0.0))
+            wrong &= ~is_as_exact(a, e, reference, np.ones(a.shape, bool), tolerance, lambda: error)
+        if wrong.any() and kind != "value":
+            near = np.stack([e, *(results[i] for results in nearby(kind))])
+            wrong &= ~is_between(a, near, allowed(e, tolerance))
+        return wrong, e
+
+    def difference(kind, i, name, a):
+        a, reference = np.asarray(a, np.float64), np.asarray(results[kind][i], np.float64)
+        wrong, e = mistakes(kind, i, a, reference)
+        _, off = excess_and_difference(a, reference, tolerance)
+        with np.errstate(invalid="ignore", over="ignore"):
+            relative = np.linalg.norm(off) / max(np.linalg.norm(reference[np.isfinite(reference)]), 1e-300)
+        worst = ""
+        if wrong.any():
+            at = np.unravel_index(np.argmax(np.where(wrong, excess_and_difference(a, e, tolerance)[0], -1.0)), a.shape)
+            index = f"[{', '.join(map(str, at))}]" if at else ""
+            worst = f"{name}{index} is {a[at]:.6g}; wants {e[at]:.6g}"
+        return Difference(kind, name, a.shape, float(off.max(initial=0.0)), float(relative), int(wrong.sum()), worst)
+
+    return difference

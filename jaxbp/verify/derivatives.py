@@ -35,6 +35,13 @@ def value_and_gradients(function: Function, primal: bool = False) -> Callable:
     return run
 
 
+def along(function: Callable, direction: Arrays, reverse: bool) -> Callable:
+    """Return the derivative of `function(values)` along a direction of `values`, in forward mode unless `reverse`."""
+    if not reverse:
+        return lambda values: jax.jvp(lambda *values: function(values), tuple(values), tuple(direction))[1]
+    return jax.grad(lambda values: sum(jnp.vdot(d, g) for d, g in zip(direction, function(values), strict=True)))
+
+
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return a function of `(values, cotangents, directions)` that computes a derivative of `Σ c (y + y²/2)`.
 
@@ -47,19 +54,10 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
         y, vjp = jax.vjp(function, *values)
         return vjp([jnp.asarray(c, a.dtype) * (1 + a) for c, a in zip(cotangents, y, strict=True)])
 
-    def along(function, direction):
-        if not reverse:
-            return lambda values: jax.jvp(lambda *values: function(values), tuple(values), tuple(direction))[1]
-
-        def slope(values):
-            return sum(jnp.vdot(d, g) for d, g in zip(direction, function(values), strict=True))
-
-        return jax.grad(slope)
-
     def run(values, cotangents, directions):
         function = lambda values: gradient(values, cotangents)  # noqa: E731
         for direction in directions[: order - 1]:
-            function = along(function, tuple(direction))
+            function = along(function, tuple(direction), reverse)
         return function(tuple(values))
 
     return run

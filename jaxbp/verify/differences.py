@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.verify.derivatives import Arrays, flat, float64
+from jaxbp.verify.derivatives import flat, float64
+from jaxbp.verify.points import Point
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
@@ -42,65 +43,64 @@ class Slopes:
         return np.maximum(np.abs(self.right), np.abs(self.left))
 
 
-class Differences:
-    """Finite differences with respect to elements of an op's arguments.
+def differences(moved: Callable, eps: float = EPS, **compiling: Any) -> Callable[..., Slopes]:
+    """Return a function that computes finite differences with respect to elements of an op's arguments.
 
     `moved(values, base)` returns the op's results at `values`. `eps` is the relative rounding error of these results.
     Arguments of `stop_gradient` inside the op keep the values that they have at `base`.
     """
 
-    def __init__(self, moved: Callable, eps: float = EPS, **compiling: Any):
-        self._moved, self._eps, self._program = moved, eps, jax.jit(self._results, **compiling)
-
-    def __call__(
-        self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
-    ) -> Slopes:
-        sizes, c = [a.size for a in values], flat(cotangents)
-        # One number, because all arguments share one program.
-        at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
-        x, first, found = values[argument].ravel()[indices], sum(sizes[:argument]), []
-
-        def results(*points):
-            count = len(points[0])
-            padded = (np.resize(a, 2 * at_once) for a in points)
-            return np.asarray(self._program(list(values), count, *padded))[:count]
-
-        with float64():
-            y = results(np.array([-1]), np.zeros(1))[0]
-            for start in range(0, len(indices), at_once):
-                part = slice(start, start + at_once)
-                upper, lower = x[part] + steps[part], x[part] - steps[part]
-                moved = results(np.repeat(first + indices[part], 2), np.stack([upper, lower], axis=1).ravel())
-                found.append(self._slopes(c, y, moved[::2], moved[1::2], x[part], upper, lower))
-        return Slopes(*np.concatenate(found, axis=1))
-
-    def _results(self, values, count, indices, numbers):
+    def rows(values, count, indices, numbers):
         """Return the op's results after single elements of `values` are replaced, one row per k below `count`.
 
         In row k, element `indices[k]` of the flat, joined arguments is `numbers[k]`.
         """
 
         def results(index, number):
-            first, moved = 0, []
+            first, replaced = 0, []
             for a in values:
                 here = first + jnp.arange(a.size).reshape(a.shape) == index
-                moved.append(jnp.where(here, number, a))
+                replaced.append(jnp.where(here, number, a))
                 first += a.size
-            return jnp.concatenate([y.ravel() for y in self._moved(tuple(moved), tuple(values))])
+            return jnp.concatenate([y.ravel() for y in moved(tuple(replaced), tuple(values))])
 
         of_one = jax.eval_shape(results, indices[0], numbers[0])
-        rows = jnp.zeros((len(indices), *of_one.shape), of_one.dtype)
-        return lax.fori_loop(0, count, lambda k, rows: rows.at[k].set(results(indices[k], numbers[k])), rows)
+        found = jnp.zeros((len(indices), *of_one.shape), of_one.dtype)
+        return lax.fori_loop(0, count, lambda k, found: found.at[k].set(results(indices[k], numbers[k])), found)
 
-    def _slopes(self, c, y, y_upper, y_lower, x, upper, lower):
-        # In NumPy, because XLA would compile this arithmetic for every function.
-        x, upper, lower = (a[:, None] for a in (x, upper, lower))
-        rounding = 8 * self._eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0) / (upper - lower)[:, 0]
-        noise = rounding * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
-        right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
-        low, high = np.minimum(left, right).sum(axis=1), np.maximum(left, right).sum(axis=1)
-        central = (y_upper - y_lower) @ c / (upper - lower)[:, 0]
-        return central, low, high, right.sum(axis=1), left.sum(axis=1), noise, rounding * np.sum(np.abs(c))
+    program = jax.jit(rows, **compiling)
+
+    def slopes(point: Point, argument: int, indices: np.ndarray, steps: np.ndarray) -> Slopes:
+        sizes, c = [a.size for a in point.values], flat(point.cotangents)
+        # One number, because all arguments share one program.
+        at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
+        x, first, found = point.values[argument].ravel()[indices], sum(sizes[:argument]), []
+
+        def results(*replaced):
+            padded = (np.resize(a, 2 * at_once) for a in replaced)
+            return np.asarray(program(list(point.values), len(replaced[0]), *padded))[: len(replaced[0])]
+
+        with float64():
+            y = results(np.array([-1]), np.zeros(1))[0]
+            for start in range(0, len(indices), at_once):
+                part = slice(start, start + at_once)
+                upper, lower = x[part] + steps[part], x[part] - steps[part]
+                moved_to = results(np.repeat(first + indices[part], 2), np.stack([upper, lower], axis=1).ravel())
+                found.append(_slopes(c, y, moved_to[::2], moved_to[1::2], x[part], upper, lower, eps))
+        return Slopes(*np.concatenate(found, axis=1))
+
+    return slopes
+
+
+def _slopes(c, y, y_upper, y_lower, x, upper, lower, eps):
+    # In NumPy, because XLA would compile this arithmetic for every function.
+    x, upper, lower = (a[:, None] for a in (x, upper, lower))
+    rounding = 8 * eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0) / (upper - lower)[:, 0]
+    noise = rounding * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
+    right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
+    low, high = np.minimum(left, right).sum(axis=1), np.maximum(left, right).sum(axis=1)
+    central = (y_upper - y_lower) @ c / (upper - lower)[:, 0]
+    return central, low, high, right.sum(axis=1), left.sum(axis=1), noise, rounding * np.sum(np.abs(c))
 
 
 def confirmed(

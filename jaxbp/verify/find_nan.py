@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import pallas_kernels
 from jaxbp import pairing
 from jaxbp.pairing import IMPLEMENTATIONS
 from jaxbp.verify.arguments import name_of
-from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes
+from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes, while_parts
 from pallas_kernels.core import launch
 from pallas_kernels.core.source_lines import JAX_FOLDER, RuleLines
 
@@ -87,27 +86,26 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     leaves = list(map(jnp.asarray, leaves))
     floating = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
-    def results_of(leaves):
-        def of_floating(*values):
+    def of_floating(leaves):
+        def run(*values):
             given = dict(zip(floating, values, strict=True))
             y = function(*structure.unflatten([given.get(i, a) for i, a in enumerate(leaves)]), **options)
             return [a for a in jax.tree.leaves(y) if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
 
-        return of_floating, [leaves[i] for i in floating]
+        return run, *(leaves[i] for i in floating)
 
     def value_and_gradients(leaves, cotangents):
-        of_floating, values = results_of(leaves)
-        y, vjp = jax.vjp(of_floating, *values)
+        y, vjp = jax.vjp(*of_floating(leaves))
         return y, vjp(cotangents)
 
-    lines = RuleLines()
+    lines, inputs = RuleLines(), []
     with lines.recording():
-        of_floating, values = results_of(leaves)
-        cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(of_floating, *values)]
+        cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(*of_floating(leaves))]
         program = jax.make_jaxpr(value_and_gradients)(leaves, cotangents)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
-    describe = functools.partial(_argument, name_of(function))
-    inputs = [_Value(a, None if _finite(a) else describe(name, a)) for name, a in zip(names, leaves, strict=True)]
+    for (path, _), a in zip(jax.tree_util.tree_flatten_with_path(arguments)[0], leaves, strict=True):
+        source = f"{name_of(function)}, argument {jax.tree_util.keystr(path)}"
+        origin = None if _finite(a) else NonFinite("argument", "", "", False, source, "", (), (), (np.asarray(a),))
+        inputs.append(_Value(a, origin))
     results = _run(program, [*inputs, *map(_Value, cotangents)], _Place(lines))
     return next((a.origin for a in results if not _finite(a.array) and a.origin is not None), None)
 
@@ -126,10 +124,14 @@ class _Place:
     loops: tuple[str, ...] = ()
     sources: tuple[str, str] = ("", "")
 
-    def inside(self, equation: Any, loop: str | None = None) -> "_Place":
-        sources = tuple(map(lambda new, old: new or old, _sources(self.lines, equation), self.sources))
-        scope = f"{self.scope}/{equation.source_info.name_stack}"
-        return _Place(self.lines, scope, self.loops if loop is None else (*self.loops, loop), sources)
+    def inside(self, equation: Any, *loop: str) -> "_Place":
+        frames = [f"{file}:{line}" for file, line in self.lines.frames(equation.source_info.traceback)]
+        shown = [f for f in frames if not f.startswith(_HIDDEN)]
+        sources = tuple(
+            next((f for f in shown if f.startswith(_LIBRARY) == inner), old)
+            for inner, old in zip((False, True), self.sources, strict=True)
+        )
+        return _Place(self.lines, f"{self.scope}/{equation.source_info.name_stack}", (*self.loops, *loop), sources)
 
 
 def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
@@ -145,8 +147,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     if name == "cond":
         branch = params["branches"][int(np.clip(inputs[0].array, 0, len(params["branches"]) - 1))]
         return _run(branch, inputs[1:], place.inside(equation))
-    arrays = [a.array for a in inputs]
-    results = bind(equation, arrays)
+    results = bind(equation, [a.array for a in inputs])
     is_constant = all(a.is_constant for a in inputs)
     if all(map(_finite, results)) or (is_constant and not any(_has("NaN", a) for a in results)):
         return [_Value(a, is_constant=is_constant) for a in results]
@@ -159,11 +160,17 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
 
 def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], place: _Place) -> NonFinite | None:
     wrong = [a for a in inputs if not _finite(a.array)]
-    from_constant = wrong and not any(_has("NaN", a) for a in results)
     origin = next((a.origin for a in wrong if a.origin is not None), None)
+    from_constant = wrong and not any(_has("NaN", a) for a in results)
     if origin is not None or from_constant:
         return origin
-    return _operation(equation, [a.array for a in inputs], results, place.inside(equation))
+    place, name = place.inside(equation), equation.primitive.name
+    # The outermost op and its implementation, in a scope like `transpose(jvp(relu))/xla`
+    pairs = itertools.pairwise(filter(None, re.split(r"[/()]+", place.scope)))
+    op = next((pair for pair in pairs if pair[1] in IMPLEMENTATIONS), ("", ""))
+    name = equation.params["name"] if name == "launch" else name
+    arrays = (tuple(map(np.asarray, side)) for side in ([a.array for a in inputs], results))
+    return NonFinite(name, *op, "transpose(" in place.scope, *place.sources, place.loops, *arrays)
 
 
 def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
@@ -180,42 +187,16 @@ def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[No
 
 
 def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    params = equation.params
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_condition, of_body, state = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+    of_condition, of_body, state = while_parts(equation.params, inputs)
     for i in itertools.count():
-        (condition,) = _run(params["cond_jaxpr"], [*of_condition, *state], place.inside(equation))
+        (condition,) = _run(equation.params["cond_jaxpr"], [*of_condition, *state], place.inside(equation))
         if not condition.array:
             return [a.origin for a in state]
-        state = _run(params["body_jaxpr"], [*of_body, *state], place.inside(equation, f"while_loop, iteration {i}"))
+        inside = place.inside(equation, f"while_loop, iteration {i}")
+        state = _run(equation.params["body_jaxpr"], [*of_body, *state], inside)
 
 
 _LOOPS = {"scan": _run_scan, "while": _run_while}
-
-
-def _argument(function: str, name: str, a: Any) -> NonFinite:
-    array = np.asarray(a)
-    return NonFinite("argument", "", "", False, f"{function}, argument {name}", "", (), (), (array,))
-
-
-def _operation(equation: Any, inputs: Sequence[Any], results: Sequence[Any], place: _Place) -> NonFinite:
-    op, implementation = _op_in(place.scope)
-    arrays = (tuple(np.asarray(a) for a in side) for side in (inputs, results))
-    name = equation.params["name"] if equation.primitive.name == "launch" else equation.primitive.name
-    return NonFinite(name, op, implementation, "transpose(" in place.scope, *place.sources, place.loops, *arrays)
-
-
-def _op_in(scope: str) -> tuple[str, str]:
-    """Return the outermost op and its implementation in a scope like `transpose(jvp(relu))/xla`."""
-    names = [name for name in re.split(r"[/()]+", scope) if name]
-    pairs = [(op, name) for op, name in itertools.pairwise(names) if name in IMPLEMENTATIONS]
-    return pairs[0] if pairs else ("", "")
-
-
-def _sources(lines: RuleLines, equation: Any) -> tuple[str, str]:
-    frames = [f"{file}:{line}" for file, line in lines.frames(equation.source_info.traceback)]
-    shown = [f for f in frames if not f.startswith(_HIDDEN)]
-    return tuple(next((f for f in shown if f.startswith(_LIBRARY) == inner), "") for inner in (False, True))
 
 
 def _finite(a: Any) -> bool:
@@ -238,8 +219,6 @@ def _summary(a: np.ndarray) -> str:
     wide = np.abs(a) if jnp.iscomplexobj(a) else a.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     parts = [f"{finite.min():.6g} to {finite.max():.6g}"] if finite.size else []
-    parts += [f"{count} {name}" for name in ("NaN", "inf") if (count := int(_COUNTS[name](wide).sum()))]
+    counts = {"NaN": np.isnan(wide).sum(), "inf": np.isinf(wide).sum()}
+    parts += [f"{count} {name}" for name, count in counts.items() if count]
     return f"{kind}, {', '.join(parts)}"
-
-
-_COUNTS = {"NaN": np.isnan, "inf": np.isinf}

@@ -1,5 +1,6 @@
 """Run JAX programs (jaxprs) with a rule that computes each equation. Values are arrays or pytrees of arrays."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,18 @@ def called(equation: Any) -> Any:
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
+def programs_in(equation: Any) -> Iterator[Any]:
+    return filter(is_program, jax.tree.leaves(list(equation.params.values()), is_leaf=is_program))
+
+
 def equations(program: Any) -> Iterator[Any]:
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-            if is_program(value):
-                yield from equations(value)
+        yield from _inside(equation)
+
+
+def _inside(equation):
+    return itertools.chain(*map(equations, programs_in(equation)))
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
@@ -79,10 +86,9 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
         end, ys = lax.scan(step, list(start), list(xs), **options)
         return [*end, *ys]
     if name == "while":
-        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        of_condition, of_body, start = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+        of_condition, of_body, start = while_parts(params, inputs)
         condition = lambda state: first(run(params["cond_jaxpr"], [*of_condition, *state]))  # noqa: E731
-        return lax.while_loop(condition, lambda state: run(params["body_jaxpr"], [*of_body, *state]), list(start))
+        return lax.while_loop(condition, lambda state: run(params["body_jaxpr"], [*of_body, *state]), start)
     if name == "cond":
         branches = [lambda *args, branch=branch: run(branch, args) for branch in params["branches"]]
         return lax.switch(first(inputs[0]), branches, *inputs[1:])
@@ -110,7 +116,7 @@ def without_custom_rules(function: Callable) -> Callable:
     """Return `function` without custom rules of derivatives, except for rules of JAX, such as the rule of `relu`."""
 
     def rule(equation, inputs):
-        if not any(_is_custom(inner) for inner in _with_inner(equation)):
+        if not any(map(_is_custom, (equation, *_inside(equation)))):
             return bind(equation, inputs)
         results = structured(equation, inputs, rule, lambda a: a)
         return bind(equation, inputs) if results is None else results
@@ -125,8 +131,8 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 def stops_by_value(program: Any) -> bool:
     """Return whether the condition of a `while_loop` reads floating numbers."""
     loops = [equation.params["cond_jaxpr"] for equation in equations(program) if equation.primitive.name == "while"]
-    read = [variable for condition in loops for inner in condition.jaxpr.eqns for variable in inner.invars]
-    return any(jnp.issubdtype(variable.aval.dtype, jnp.floating) for variable in read)
+    read = (variable.aval for condition in loops for inner in condition.jaxpr.eqns for variable in inner.invars)
+    return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in read)
 
 
 def has_custom_rules(program: Any) -> bool:
@@ -144,11 +150,10 @@ def _is_rule_of_jax(equation):
     return all(source is not None and JAX_FOLDER in source for source in sources)
 
 
-def _with_inner(equation):
-    yield equation
-    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-        if is_program(value):
-            yield from equations(value)
+def while_parts(params, inputs):
+    """Return the inputs of the condition and of the body of a `while_loop`, and its state."""
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    return inputs[: split[0]], inputs[split[0] : split[1]], list(inputs[split[1] :])
 
 
 def scan_sizes(params):

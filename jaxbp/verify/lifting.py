@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.verify.interpreter import Trace, bind, evaluate, is_program, rerun, structured, traced
+from jaxbp.verify.interpreter import Trace, bind, evaluate, is_program, programs_in, rerun, structured, traced
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
 """Primitives whose code is fixed to the traced dtypes."""
@@ -45,13 +45,13 @@ def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Tra
 
 def narrowest(*programs: Any) -> np.dtype | None:
     """Return the least precise dtype of the values that depend on floating arguments, or None."""
-    jaxprs = [getattr(program, "jaxpr", program) for program in programs]
-    found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
+    found = set().union(*map(_computed_in, programs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
-def _computed_in(jaxpr, moved):
-    found = set()
+def _computed_in(program):
+    jaxpr, found = getattr(program, "jaxpr", program), set()
+    moved = {v for v in jaxpr.invars if _is_float(v.aval)}
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
             continue
@@ -59,18 +59,12 @@ def _computed_in(jaxpr, moved):
         found |= {v.aval.dtype for v in equation.outvars if _is_float(v.aval)}
         if equation.primitive.name in FIXED:
             continue
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-            if is_program(value):
-                inner = getattr(value, "jaxpr", value)
-                found |= _computed_in(inner, {v for v in inner.invars if _is_float(v.aval)})
+        found = found.union(*map(_computed_in, programs_in(equation)))
         if equation.primitive.name == "reduce_precision":
-            found |= {_of_bits(equation.params)}
+            bits = equation.params["mantissa_bits"]
+            widths = {10: jnp.bfloat16, 23: np.float16, 52: np.float32, 64: np.float64}
+            found.add(np.dtype(next(dtype for most, dtype in widths.items() if bits < most)))
     return found
-
-
-def _of_bits(params):
-    bits = params["mantissa_bits"]
-    return np.dtype(jnp.bfloat16 if bits < 10 else np.float16 if bits < 23 else np.float32 if bits < 52 else np.float64)
 
 
 def _lift(equation, inputs):

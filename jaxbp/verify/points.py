@@ -33,6 +33,7 @@ class Point:
     """Arguments of an op and cotangents of its results, in float64 but rounded to the op's dtypes.
 
     Attributes:
+      directions: sets of arguments, along which orders above 1 differentiate gradients.
       of: the index of the argument that contains kinks and whose derivatives are compared. None compares all.
       kinks: whether any argument may have elements exactly at a kink. Always true if `of` is set.
       maybe_undefined: whether expected numbers that are not finite are ignored.
@@ -42,15 +43,28 @@ class Point:
     name: str
     values: Arrays
     cotangents: Arrays
+    directions: Sequence[Arrays] = ()
     of: int | None = None
     kinks: bool = False
     maybe_undefined: bool = False
     dy_factor: float = 1.0
 
+    @property
+    def arrays(self) -> tuple[list, list, list]:
+        return list(self.values), list(self.cotangents), list(self.directions)
+
+    def at(self, values: Arrays) -> "Point":
+        return dataclasses.replace(self, values=values)
+
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
-        values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
-        cotangents = [_rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
+        values = [rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
+        cotangents = [rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
         return dataclasses.replace(self, values=values, cotangents=cotangents)
+
+
+def rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(np.asarray(a).astype(dtype), np.float64)
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -59,7 +73,7 @@ def generator(seed: int) -> np.random.Generator:
 
 
 def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return _rounded(random.standard_normal(shape), dtype)
+    return rounded(random.standard_normal(shape), dtype)
 
 
 def direction(random: np.random.Generator, a: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -191,7 +205,7 @@ MASKS = {
 }
 
 
-def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
+def with_one_array(own: Point, same: Sequence[int], names: Sequence[str]) -> Point:
     """Return `own` with the same array for all arguments with indices in `same`.
 
     Choose the array with the narrowest range, such as [0, 1], which suits all.
@@ -200,6 +214,7 @@ def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
     values = [array if i in same else a for i, a in enumerate(own.values)]
+    name = " = ".join(names[i] for i in same)
     return dataclasses.replace(own, name=name, values=values, kinks=True, maybe_undefined=True)
 
 
@@ -272,8 +287,3 @@ def _large(a: np.ndarray, random: np.random.Generator, exponents: tuple[float, f
         return a
     signs = np.sign(a) + (a == 0)
     return signs * 10 ** random.uniform(*exponents, a.shape)
-
-
-def _rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.asarray(np.asarray(a).astype(dtype), np.float64)

@@ -22,9 +22,10 @@ from jaxbp.verify.derivatives import (
     scale_of,
     value_and_gradients,
 )
-from jaxbp.verify.differences import EPS, Differences, Slopes, confirmed, decided
+from jaxbp.verify.differences import EPS, Slopes, confirmed, decided, differences
 from jaxbp.verify.interpreter import equations, has, has_custom_rules, stops_by_value, without_custom_rules
 from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest, traced_in
+from jaxbp.verify.points import Point
 from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
@@ -37,14 +38,14 @@ class Expected:
 
     Attributes:
       arrays: one array per result at order 0, else one per floating argument.
-      contradicted: masks of the elements of `arrays` at which finite differences replace autodiff.
+      contradicted: None, or masks of the elements of `arrays` at which finite differences replace autodiff.
       undecided: None, or masks of the elements at which autodiff is not finite, and finite differences give no slope.
     """
 
     order: int
     against: str
     arrays: Arrays
-    contradicted: Arrays
+    contradicted: Arrays | None = None
     undecided: Arrays | None = None
 
 
@@ -73,7 +74,12 @@ class Reference:
         self.function = moved = forward
         if gradient_of is not None:
             moved = arguments.of_floats(functools.partial(gradient_of, **options))
-            self._require_results(moved, arguments, name_of(gradient_of))
+            shapes, wanted = ([y.shape for y in of] for of in (jax.eval_shape(moved, *arguments.floats), self.results))
+            if shapes != wanted:
+                raise ValueError(
+                    f"check: gradient_of={name_of(gradient_of)} has results of shapes {shapes}; wants {wanted}, as the "
+                    "op's results"
+                )
             self.function = with_gradient_of(forward, moved)
         trace = _traced_in_float64 if refused is None else lambda f, *args: jax.make_jaxpr(f)(*args)
         program, of_forward = trace(moved, *arguments.floats), trace(forward, *arguments.floats)
@@ -98,13 +104,11 @@ class Reference:
         if (dtype := narrowest(*programs)) is not None and dtype != np.float64:
             self._lift(op, dtype, refused)
         self._stops, transform = has(program, STOP), self._transform
-        compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
-        self._compiling = compiling
+        self._compiling = compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
         results = transform(moved)
-        self._differences = Differences(
-            held(results) if self._stops else lambda moved, base: results(*moved), eps=self._eps, **compiling
-        )
+        moved_from = held(results) if self._stops else lambda moved, base: results(*moved)
+        self._slopes = differences(moved_from, self._eps, **compiling)
         self._jumps, self._at_integers = {}, None
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
@@ -125,16 +129,9 @@ class Reference:
             self.notes.append(
                 f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
             )
-            return
-        self.notes.append(f"computes in {dtype.name}; the reference runs the same program in float64")
-        self._transform = transform
-
-    def _require_results(self, surrogate, arguments, name):
-        shapes = [y.shape for y in jax.eval_shape(surrogate, *arguments.floats)]
-        if shapes != (wanted := [y.shape for y in self.results]):
-            raise ValueError(
-                f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}, as the op's results"
-            )
+        else:
+            self.notes.append(f"computes in {dtype.name}; the reference runs the same program in float64")
+            self._transform = transform
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
@@ -144,125 +141,151 @@ class Reference:
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
-    def value_and_gradients(self, values: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+    def value_and_gradients(self, point: Point) -> tuple[Arrays, Arrays]:
         with float64():
-            return in_numpy(self._derivatives.value_and_gradients(list(values), list(cotangents)))
+            return in_numpy(self._derivatives.value_and_gradients(*point.arrays[:2]))
+
+    def derivative(self, order: int, point: Point) -> Arrays:
+        with float64():
+            return in_numpy(self._derivatives(order, *point.arrays))
+
+    def by_rules_of_jax(self, order: int, point: Point) -> Arrays:
+        if self.independent:
+            return self.derivative(order, point)
+        with float64():
+            return in_numpy(self._without_custom_rules(order, *point.arrays))
+
+    def at_integers(self, programs: Any, point: Point, integers: Sequence[Any]) -> Arrays:
+        """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
+        if self._at_integers is None:
+            self._at_integers = programs.of_integers(self._transform)
+        with float64():
+            return in_numpy(self._at_integers(*point.arrays[:2], integers))
 
     def first_orders(
-        self,
-        values: Arrays,
-        cotangents: Arrays,
-        steps: Sequence[float | None],
-        most: int,
-        nan_is_wrong: bool = True,
+        self, point: Point, steps: Sequence[float | None], most: int, nan_is_wrong: bool = True
     ) -> tuple[Expected, Expected]:
         """Return the expected results and gradients. Finite differences check about `most` elements per gradient.
 
         `steps` has the step of finite differences for each argument. None is as in `Tolerance`. With
         `nan_is_wrong`, the mean of two one-sided slopes replaces a NaN of autodiff.
         """
-        y, autodiff = self.value_and_gradients(values, cotangents)
-        error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
+        y, autodiff = self.value_and_gradients(point)
         arrays = [np.array(g) for g in autodiff]
         contradicted, undecided = ([np.zeros(g.shape, bool) for g in autodiff] for _ in range(2))
         told, sampled = True, []
-        for i, (step, gradient) in enumerate(zip(steps, autodiff, strict=True)):
-            indices = self._sampled(values, cotangents, i, gradient, most)
+
+        @functools.cache
+        def error():
+            moved = self.rounding(0, point)
+            return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(point.cotangents, moved, strict=True))
+
+        def look(i, indices):
+            return lambda which, by: self._slopes(point, i, indices[which], by)
+
+        for i, (step, gradient) in enumerate(zip(steps, map(np.ravel, autodiff), strict=True)):
+            indices = self._sampled(point, i, gradient, most)
             if not indices.size:
                 continue
             if indices.size < gradient.size:
                 sampled.append(f"{indices.size:,} of {gradient.size:,}")
-            look = functools.partial(self._look, values, cotangents, i)
-            by = functools.partial(self._steps, i, values[i], step)
-            slope, other, agreed = confirmed(
-                gradient.ravel()[indices],
-                by(indices),
-                lambda which, by, look=look, indices=indices: look(indices[which], by),
-                error,
-                self._rtol,
-            )
-            if not self.independent and not agreed.all():
-                by_rules = self._by_rules(values, cotangents, i).ravel()[indices]
+            by = self._steps(i, point.values[i], step)
+            slope, other, agreed = confirmed(gradient[indices], by[indices], look(i, indices), error, self._rtol)
+            if not (self.independent or agreed.all()) and (by_rules := self._by_rules(point, i)) is not None:
+                by_rules = by_rules[indices]
                 # The slopes of the median of equal numbers are 0.
-                other &= ~np.isclose(gradient.ravel()[indices], by_rules, rtol=self._rtol, atol=0)
+                other &= ~np.isclose(gradient[indices], by_rules, rtol=self._rtol, atol=0)
                 slope = np.where(agreed | other | ~np.isfinite(by_rules), slope, by_rules)
             arrays[i].flat[indices], contradicted[i].flat[indices] = slope, other
             told &= bool(agreed.all())
-            if (infinite := np.flatnonzero(~np.isfinite(gradient.ravel()))).size:
-                undecided[i].flat[infinite] = True
-                infinite = infinite[:MOST_NOT_FINITE]
-                slope, mean = decided(by(infinite), lambda which, by, look=look, at=infinite: look(at[which], by))
-                known = ~np.isnan(slope)
-                undecided[i].flat[infinite[known]] = False
-                finite = np.isfinite(slope)
-                arrays[i].flat[infinite[finite]] = slope[finite]
-                contradicted[i].flat[infinite[finite]] = True
-                kink = nan_is_wrong & ~known & np.isfinite(mean) & np.isnan(gradient.ravel()[infinite])
-                arrays[i].flat[infinite[kink]], contradicted[i].flat[infinite[kink]] = mean[kink], True
+            undecided[i].flat[:] = ~np.isfinite(gradient)
+            if (infinite := np.flatnonzero(undecided[i])[:MOST_NOT_FINITE]).size:
+                slope, mean = decided(by[infinite], look(i, infinite))
+                undecided[i].flat[infinite] = unknown = np.isnan(slope)
+                kink = nan_is_wrong & unknown & np.isfinite(mean) & np.isnan(gradient[infinite])
+                for where, slopes in ((np.isfinite(slope), slope), (kink, mean)):
+                    arrays[i].flat[infinite[where]], contradicted[i].flat[infinite[where]] = slopes[where], True
         against = "finite differences" if told else "finite differences; autodiff where there is a kink"
         if sampled:
             against += f"; autodiff except for {', '.join(sampled)} elements"
-        uncontradicted = [np.zeros(a.shape, bool) for a in y]
-        return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
+        return Expected(0, "float64", y), Expected(1, against, arrays, contradicted, undecided)
 
-    def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
+    def _sampled(self, point, i, gradient, most):
+        evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
+        if self.independent or gradient.size <= most or (other := self._by_rules(point, i)) is None:
+            return evenly
+        off = np.nan_to_num(np.abs(other - gradient), nan=np.inf)
+        worst = np.argsort(-off, kind="stable")[: most // 2]
+        return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
+
+    def _by_rules(self, point, i):
+        try:
+            return np.ravel(self.by_rules_of_jax(1, point)[i])
+        except Exception:  # no reverse mode
+            return None
+
+    def _steps(self, i, a, step):
+        """Return the largest step per element of argument i."""
+        scale = scale_of(a)
+        if self._eps != EPS:  # in added data, all elements may be tiny
+            scale = max(scale, scale_of(np.asarray(self._arguments[i], np.float64)))
+        by_scale = np.maximum(scale, np.abs(np.nan_to_num(a.ravel(), posinf=0, neginf=0))) * self._step
+        if step is None:
+            return by_scale
+        return np.full(a.size, step) if self._eps == EPS else np.maximum(step, by_scale)
+
+    def higher(self, order: int, point: Point) -> Expected:
         """Return the second or third derivative by autodiff, checked by finite differences of the next lower order."""
-        autodiff = self.derivative(order, values, cotangents, directions)
-        below = directions[: order - 2]
-        gradient_at = self._gradient_near(order - 1, values, cotangents, below)
-        gradient = gradient_at(values)
+        autodiff = self.derivative(order, point)
+        gradient_at = self._gradient_near(order - 1, point)
+        gradient = gradient_at(point.values)
 
         def look(which, by):
-            found = []
-            for sign in (1, -1):
-                moved = [a + sign * by[0] * d for a, d in zip(values, directions[order - 2], strict=True)]
-                found.append(gradient_at(moved)[which])
-            upper, lower = found
+            lower, upper = (
+                gradient_at([a + by * d for a, d in zip(point.values, point.directions[order - 2], strict=True)])[which]
+                for by in (-by[0], by[0])
+            )
             noise = np.full(upper.shape, 8 * self._eps * scale_of(gradient) / by[0])
             right, left = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
             return Slopes((upper - lower) / (2 * by[0]), *np.sort((right, left), axis=0), right, left, noise, noise)
 
+        error = lambda: float(flat(self.rounding(order - 1, point)).max())  # noqa: E731
         of_all = flat(autodiff)
-        error = lambda: float(flat(self.rounding(order - 1, values, cotangents, below)).max())  # noqa: E731
         slope, other, agreed = confirmed(of_all, np.full(of_all.shape, self._step), look, error, self._rtol)
-        against = (
-            "finite differences of gradients" if agreed.all() else "finite differences of gradients; autodiff at a kink"
-        )
+        against = "finite differences of gradients" + ("" if agreed.all() else "; autodiff at a kink")
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
         shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
 
-    def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        with float64():
-            return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
+    def _gradient_near(self, order, point):
+        """Return a function of arguments near `point.values`, which returns the derivative there as one flat array.
 
-    def at_integers(self, programs: Any, values: Arrays, cotangents: Arrays, integers: Sequence[Any]) -> Arrays:
-        """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
-        if self._at_integers is None:
-            self._at_integers = programs.of_integers(self._transform)
+        `Derivatives.with_square` computes it. Arguments of `stop_gradient` inside the op keep the values that they have
+        at `point.values`.
+        """
+        values, *others = point.arrays
         with float64():
-            y, gradients = self._at_integers(list(values), list(cotangents), integers)
-        return in_numpy([*y, *gradients])
+            self._derivatives.with_square(order, values, *others)
+        run = lambda moved: self._derivatives.with_square(order, list(moved), *others)  # noqa: E731
+        if self._stops:
+            near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
+            run = lambda moved: near((list(moved), *others), (values, *others))  # noqa: E731
 
-    def by_rules_of_jax(
-        self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
-    ) -> Arrays:
-        if self.independent:
-            return self.derivative(order, values, cotangents, directions)
-        with float64():
-            return in_numpy(self._without_custom_rules(order, list(values), list(cotangents), list(directions)))
+        def gradient_at(moved):
+            with float64():
+                return flat(in_numpy(run(moved)))
 
-    def rounding(
-        self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
-    ) -> Arrays:
+        return gradient_at
+
+    def rounding(self, order: int, point: Point, dtype: Any = np.float64) -> Arrays:
         """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
-        self.derivative(order, values, cotangents, directions)
+        self.derivative(order, point)
         with float64():
-            run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
-            if order < 2:
-                found = rounding(run, *arguments, dtype=dtype)
-                return found[len(cotangents) :] if order else found[: len(cotangents)]
-            return rounding(run, *arguments, list(directions), dtype=dtype)
+            run, arrays = self._derivatives.plain(order), point.arrays
+            if order > 1:
+                return rounding(run, *arrays, dtype=dtype)
+            found, count = rounding(run, *arrays[:2], dtype=dtype), len(point.cotangents)
+            return found[count:] if order else found[:count]
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
         """Compute gradients for n sets of cotangents, with random rounding errors.
@@ -270,7 +293,6 @@ class Reference:
         `parts` has the cotangents, as one array `(n, *y.shape)` per result y. Return one array
         `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
-
         function = self.function if self.independent else without_custom_rules(self.function)
 
         def gradients(values, parts):
@@ -281,32 +303,22 @@ class Reference:
             return rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
 
     def jumps(
-        self,
-        order: int,
-        i: int,
-        values: Arrays,
-        cotangents: Arrays,
-        directions: Sequence[Arrays],
-        ends: Sequence[Arrays],
-        indices: np.ndarray,
-        halvings: int,
+        self, order: int, i: int, point: Point, ends: Sequence[Arrays], indices: np.ndarray, halvings: int
     ) -> np.ndarray:
-        """Return, for each k, how far one element of a derivative jumps on the line from `values` to `ends[k]`.
+        """Return, for each k, how far one element of a derivative jumps on the line from `point.values` to `ends[k]`.
 
         The element has the flat index `indices[k]` in the derivative with respect to argument i. Halve the line
         `halvings` times, and keep the half on which the element changes more. Return the change on the last piece. A
         smooth change shrinks with the piece, but a jump remains.
         """
-        self.derivative(order, values, cotangents, directions)
+        self.derivative(order, point)
         if (order, i) not in self._jumps:
             run = self._derivatives.plain(order)
 
-            def at(values, *others):
-                return run(values, *others)[i] if order > 1 else run(values, *others)[1][i]
-
             def jump(values, others, halvings, end, index):
                 def slope(t):
-                    return at([a + t * (b - a) for a, b in zip(values, end, strict=True)], *others).ravel()[index]
+                    found = run([a + t * (b - a) for a, b in zip(values, end, strict=True)], *others)
+                    return (found if order > 1 else found[1])[i].ravel()[index]
 
                 def halve(_, state):
                     t0, g0, t1, g1 = state
@@ -322,65 +334,10 @@ class Reference:
                 return lax.map(lambda of: jump(values, others, halvings, *of), (ends, indices))
 
             self._jumps[order, i] = jax.jit(all_jumps)
-        others = (list(cotangents), list(directions)) if order > 1 else (list(cotangents),)
+        values, *others = point.arrays if order > 1 else point.arrays[:2]
         with float64():
             stacked = [np.stack(a) for a in zip(*ends, strict=True)]
-            return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
-
-    def _rounding_of_sum(self, values, cotangents):
-        moved = self.rounding(0, values, cotangents, [])
-        return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
-
-    def _by_rules(self, values, cotangents, i):
-        try:
-            return self.by_rules_of_jax(1, values, cotangents)[i]
-        except Exception:  # no reverse mode
-            return np.full(values[i].shape, np.nan)
-
-    def _look(self, values, cotangents, argument, indices, steps):
-        return self._differences(values, cotangents, argument, indices, steps)
-
-    def _steps(self, i, a, step, indices):
-        scale = scale_of(a)
-        if self._eps != EPS:  # in added data, all elements may be tiny
-            scale = max(scale, scale_of(np.asarray(self._arguments[i], np.float64)))
-        by_scale = np.maximum(scale, np.abs(np.nan_to_num(a.ravel()[indices], posinf=0, neginf=0))) * self._step
-        if step is None:
-            return by_scale
-        return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
-
-    def _sampled(self, values, cotangents, i, gradient, most):
-        evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
-        if self.independent or gradient.size <= most:
-            return evenly
-        try:
-            other = self.by_rules_of_jax(1, values, cotangents)[i]
-        except Exception:  # no reverse mode
-            return evenly
-        off = np.nan_to_num(np.abs(np.asarray(other) - gradient).ravel(), nan=np.inf)
-        worst = np.argsort(-off, kind="stable")[: most // 2]
-        return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
-
-    def _gradient_near(self, order, values, cotangents, below):
-        """Return a function that takes arguments near `values`, and returns the derivative there as one flat array.
-
-        `Derivatives.with_square` computes it along the directions `below`. Arguments of `stop_gradient` inside the op
-        keep the values that they have at `values`.
-        """
-        arguments = list(cotangents), list(below)
-        with float64():
-            self._derivatives.with_square(order, list(values), *arguments)
-        if not self._stops:
-            run = lambda moved: self._derivatives.with_square(order, list(moved), *arguments)  # noqa: E731
-        else:
-            near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
-            run = lambda moved: near((list(moved), *arguments), (list(values), *arguments))  # noqa: E731
-
-        def gradient_at(moved):
-            with float64():
-                return flat(in_numpy(run(moved)))
-
-        return gradient_at
+            return np.asarray(self._jumps[order, i](values, others, halvings, stacked, indices))
 
 
 def plain_forward(

@@ -1,5 +1,7 @@
 import dataclasses
 import io
+import sys
+import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group
@@ -12,6 +14,8 @@ WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
 NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
+SILENT, EVERY = 1.0, 0.2
+"""Seconds before the first line of `Progress`, and between two lines."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,3 +199,29 @@ def _listed(names: Iterable[str]) -> str:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
+
+
+class Progress:
+    """The progress of a long check, in one line."""
+
+    def __init__(self, name: str):
+        self._name, self._next, self._width = name, time.monotonic() + SILENT, 0
+        self._start = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._width:
+            self._write("")
+            sys.stderr.write("\r")
+
+    def show(self, text: str) -> None:
+        if (now := time.monotonic()) >= self._next and sys.stderr.isatty():
+            self._next = now + EVERY
+            self._write(f"check {self._name}, {now - self._start:.0f} s: {text}"[:79])
+
+    def _write(self, line):
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)

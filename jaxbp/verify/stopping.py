@@ -1,5 +1,6 @@
 """Programs with fixed arguments of `stop_gradient`, for finite differences."""
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxbp.verify.interpreter import bind, evaluate, has, is_program, structured
+from jaxbp.verify.interpreter import bind, evaluate, has, programs_in, structured
 
 STOP = frozenset({"stop_gradient"})
 SOLVES = frozenset({"custom_linear_solve", "linear_solve"})
@@ -48,8 +49,7 @@ def _hold(equation, inputs):
     name, params = equation.primitive.name, equation.params
     if name in STOP:
         return [Streams(a.base, a.base, a.moved) for a in inputs]
-    inner = jax.tree.leaves(list(params.values()), is_leaf=is_program)
-    if any(has(value, STOP | SOLVES) for value in inner if is_program(value)):
+    if any(has(program, STOP | SOLVES) for program in programs_in(equation)):
         results = structured(equation, inputs, _hold, _constant)
         if results is not None:
             return results
@@ -65,13 +65,9 @@ def _hold(equation, inputs):
     found = {}
     for stream in Streams._fields:
         arguments = [getattr(a, stream) for a in given]
-        same = next((f for f, (known, _) in found.items() if all(map(_is, known, arguments))), None)
+        same = next((f for f, (known, _) in found.items() if all(map(operator.is_, known, arguments))), None)
         found[stream] = found[same] if same else (arguments, bind(equation, arguments))
     return [Streams(*results) for results in zip(*(results for _, results in found.values()), strict=True)]
-
-
-def _is(a, b):
-    return a is b
 
 
 def _constant(a):

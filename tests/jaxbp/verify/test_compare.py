@@ -17,8 +17,8 @@ import jaxbp
 from jaxbp import Pair
 from jaxbp.nnx import Linear
 from jaxbp.verify import compare
-from jaxbp.verify.compare import Comparison
-from jaxbp.verify.measurement import Difference, Measured, Program, _one_after_another
+from jaxbp.verify.compare import _one_after_another
+from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
 
 X = np.linspace(-2, 2, 6, dtype=np.float32)
 RIGHT = Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x)}, name="sine")

@@ -9,7 +9,7 @@ import pytest
 import jaxbp
 from jaxbp import Pair
 from jaxbp.verify import check
-from jaxbp.verify.progress import Progress
+from jaxbp.verify.report import Progress
 
 X = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
 SMALL = X[:2, :3]
@@ -222,7 +222,7 @@ def test_transformations_of_a_hand_written_backward_are_always_tried_and_dtypes_
 
 def test_a_terminal_shows_progress_after_one_second(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr("jaxbp.verify.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("jaxbp.verify.report.time.monotonic", lambda: now[0])
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with Progress("op") as progress:
         progress.show("early")

@@ -1,0 +1,237 @@
+"""The findings of `compare`, as tables and as an HTML page."""
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
+
+KINDS = ("value", "gradient", "hessian product")
+BAR_WIDTH = 60
+AS_FAST = 1.05
+HOST_BOUND = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The difference between an array a and the reference's array.
+
+    Attributes:
+      kind: one of `KINDS`.
+      name: the result or the differentiated argument.
+      absolute: the largest difference of an element; infinite if an element is NaN in only one array.
+      relative: `‖a - reference‖ / ‖reference‖`.
+      mistakes: the number of elements that rounding does not explain.
+      worst: the element that exceeds the allowed difference most, its number, and the expected number, if any.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    absolute: float
+    relative: float
+    mistakes: int = 0
+    worst: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The costs of a compiled program.
+
+    Attributes:
+      microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache.
+      host_waited: the fraction of the time in which the host waits for the device. Near 0, the host limits the time.
+      peak_bytes: the size of arguments, results, and temporaries, as XLA reports it.
+      fastest, slowest: microseconds per call in the fastest and the slowest round.
+    """
+
+    microseconds: float
+    host_waited: float
+    compile_seconds: float
+    peak_bytes: int
+    temporary_bytes: int
+    fastest: float | None = None
+    slowest: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The findings for one implementation.
+
+    Attributes:
+      failed: why all programs, or only the Hessian product, failed; else None.
+      same_as: the earlier implementation with an identical program of value and gradients, or None.
+      missing: whether the function has no implementation of this name.
+    """
+
+    implementation: str | None
+    differences: tuple[Difference, ...] = ()
+    gradients: Program | None = None
+    hessian_product: Program | None = None
+    failed: str | None = None
+    same_as: str | None = None
+    missing: bool = False
+
+    @property
+    def programs(self) -> list[tuple[str, Program]]:
+        both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
+        return [(kind, program) for kind, program in both if program is not None]
+
+    def difference(self, kind: str, name: str) -> Difference | None:
+        return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
+
+    def largest(self, kind: str) -> Difference | None:
+        of_kind = [difference for difference in self.differences if difference.kind == kind]
+        return max(of_kind, key=lambda difference: difference.relative, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The findings of `compare`, one in `measured` per implementation, first the reference."""
+
+    function: str
+    device: str
+    reference: str | None
+    measured: tuple[Measured, ...]
+
+    @property
+    def verdict(self) -> list[str]:
+        """One sentence per implementation except the reference."""
+        reference, *others = self.measured
+        return [self._verdict(reference, one) for one in others]
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "Comparison":
+        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None means infinity."""
+
+        def difference(values):
+            known = {key: math.inf if value is None else value for key, value in values.items()}
+            return Difference(**known | {"shape": tuple(values["shape"])})
+
+        def measured(values):
+            programs = {name: values[name] and Program(**values[name]) for name in ("gradients", "hessian_product")}
+            return Measured(**values | programs | {"differences": tuple(map(difference, values["differences"]))})
+
+        report = {field.name: report[field.name] for field in dataclasses.fields(cls)}
+        return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
+
+    def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
+        """Return an HTML page. `before` and `after` are HTML around the comparison."""
+        names = ", ".join(str(one.implementation) for one in self.measured)
+        parts = [
+            section("Time", printed(self._bars("µs", "microseconds", 1))),
+            section("Memory", printed(self._bars("MiB", "peak_bytes", 2**20))),
+            section("Numbers", printed(*self._tables())),
+        ]
+        return page(f"{self.function}: {names}", self.verdict, [self.device, *notes], before, *parts, after)
+
+    def _verdict(self, reference: Measured, one: Measured) -> str:
+        if one.missing:
+            return f"{self.function} has no {'kernel' if one.implementation == 'pallas' else one.implementation}"
+        if one.gradients is None:
+            return f"{one.implementation} failed: {one.failed}"
+        if one.same_as is not None:
+            hint = "does the function pass `implementation=` on?"
+            return f"{one.implementation} compiles to the same program as {one.same_as}; {hint}"
+        ratio = reference.gradients.microseconds / one.gradients.microseconds
+        if abs(np.log(ratio)) < np.log(AS_FAST):
+            speed = "as fast"
+        else:
+            speed = f"{_times(ratio)} faster" if ratio > 1 else f"{_times(1 / ratio)} slower"
+            speed += _spread(reference.gradients, one.gradients, ratio > 1)
+        if min(reference.gradients.host_waited, one.gradients.host_waited) < HOST_BOUND:
+            speed += " (the host limits the time)"
+        worst = max(one.differences, key=lambda difference: (difference.mistakes > 0, difference.relative))
+        if worst.mistakes:
+            where = f"{worst.mistakes:,} of {math.prod(worst.shape):,} elements of {worst.kind} {worst.name}"
+            found = f"more than rounding in {where}: {worst.worst}"
+        else:
+            found = f"differences at most {worst.relative:.0e}: rounding" if worst.relative else "no difference"
+        failed = f"; no Hessian product: {one.failed}" if one.failed else ""
+        return f"{one.implementation} {speed}; {found}{failed}"
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.show(Console(file=text, width=WIDTH))
+        return text.getvalue()
+
+    def show(self, console: Console) -> None:
+        show(console, *(Text(line, style="bold") for line in self.verdict))
+        show(console, *self._tables())
+
+    def _tables(self) -> list[Table | Text]:
+        failed = [one for one in self.measured if one.failed and not one.missing]
+        reasons = [Text(f"failed: {one.implementation}: {one.failed}", style="red") for one in failed]
+        return [self._costs(), self._differences(), *reasons]
+
+    def _bars(self, unit: str, field: str, size: float) -> Table:
+        bars = Table.grid("", "", "", padding=(0, 1))
+        values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
+        largest = max(value for *_, value in values) or 1
+        for implementation, kind, value in values:
+            bar = Text("█" * round(BAR_WIDTH * value / largest), style=colour(implementation))
+            bars.add_row(f"{implementation}, {kind}", bar, f"{value / size:,.2f} {unit}")
+        return bars
+
+    def _costs(self) -> Table:
+        costs = Table(
+            "", "program", "µs", "host\nwaited", "MiB,\ntemporary", "compile,\ns", "largest difference",
+            title=f"{self.function} on {self.device}",
+        )  # fmt: skip
+        for column in costs.columns[2:6]:
+            column.justify = "right"
+        for column in costs.columns[:-1]:
+            column.no_wrap = True
+        costs.columns[-1].overflow = "fold"
+        for one in self.measured:
+            for kind, program in one.programs:
+                name = "Hessian" if kind == "hessian product" else kind
+                costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
+            costs.add_section()
+        return costs
+
+    def _differences(self) -> Table:
+        others = [one for one in self.measured if one.differences and one.implementation != self.reference]
+        differences = Table(
+            "kind", "name", "shape", *(f"{one.implementation}: max abs, relative" for one in others),
+            title=f"differences from {self.reference}",
+        )  # fmt: skip
+        for expected in self.measured[0].differences:
+            rows = [one.difference(expected.kind, expected.name) for one in others]
+            numbers = [f"{row.absolute:.1e}  {row.relative:.1e}" if row else "" for row in rows]
+            differences.add_row(expected.kind, Text(expected.name), str(expected.shape), *numbers)
+        return differences
+
+
+def _spread(reference: Program, one: Program, faster: bool) -> str:
+    if None in (reference.fastest, one.fastest):
+        return ""
+    low, high = reference.fastest / one.slowest, reference.slowest / one.fastest
+    low, high = (low, high) if faster else (1 / high, 1 / low)
+    return f" ({_times(low)} to {_times(high)})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+
+
+def _cells(program: Program) -> list[str]:
+    memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
+    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", memory, f"{program.compile_seconds:.2f}"]
+
+
+def _worst(difference: Difference | None) -> str:
+    return "" if difference is None else f"{difference.relative:.1e} {difference.name}"
