@@ -215,11 +215,8 @@ TESTED_ELSEWHERE = {
     ),
     "jaxbp/logic/circuits/convolution",
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
-    *(
-        f"jaxbp/verify/{name}"
-        for name in ("causes", "derivatives", "differences", "exact", "interpreter", "judge", "measurement", "page")
-    ),
-    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
+    *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
+    *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),
     "jaxbp/catalogue/cases",
     # CI lacks these libraries.
     *(f"experiments/bench/peers/{name}" for name in ("causal_conv1d", "cudnn", "liger", "quack", "tokamax", "torch")),

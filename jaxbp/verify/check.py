@@ -17,7 +17,7 @@ from jaxbp.verify.arguments import (
     without_other_implementations,
 )
 from jaxbp.verify.judge import TOLERANCES, Tolerance
-from jaxbp.verify.points import EXTRA_DATA, INTEGERS, MASKS
+from jaxbp.verify.points import EXTRA_DATA, OTHER_INTEGERS
 from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow, Progress
 from jaxbp.verify.study import Settings, Study, is_broken
 
@@ -136,7 +136,9 @@ def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[s
         seen.append((other, changed))
         taken = arguments if other is args else take_apart(op, other)
         name = [f"{key}={value}" for key, value in changed.items()]
-        name += [] if other is args else [f"arguments of {_shapes(taken)}"]
+        if other is not args:
+            shapes = ("×".join(map(str, a.shape)) or "scalar" for a in taken.floats)
+            name.append(f"arguments of {', '.join(shapes)}")
         yield ", ".join(name), taken, changed
 
 
@@ -164,10 +166,10 @@ def _untried(rows, options, cases, added) -> str:
     elif any(is_broken(row) for row in rows):
         missing.append("added data, because the user's data fails")
     if kinds := {row.dtype for row in rows if row.reason == NOT_FLOATING}:
-        changed = {row.data for row in rows if row.verdict != "skipped"}
+        tried = {OTHER_INTEGERS[row.data][0] for row in rows if row.verdict != "skipped" and row.data in OTHER_INTEGERS}
         if kinds != {"bool"}:
-            missing.append("integers outside the range of yours" if changed & set(INTEGERS) else "other integers")
-        if "bool" in kinds and not changed & set(MASKS):
+            missing.append("integers outside the range of yours" if "iu" in tried else "other integers")
+        if "bool" in kinds and "b" not in tried:
             missing.append("other masks")
     if any("shard_map" in row.data for row in rows):
         missing.append("several devices")
@@ -175,7 +177,3 @@ def _untried(rows, options, cases, added) -> str:
         given = f" than {', '.join(f'{name}={value!r}' for name, value in options.items())}" if options else ""
         missing += [f"other options{given}", "other shapes (cases=)"]
     return ", ".join(missing)
-
-
-def _shapes(arguments: Arguments) -> str:
-    return ", ".join("×".join(map(str, a.shape)) or "scalar" for a in arguments.floats)

@@ -198,8 +198,17 @@ class Comparison:
         costs.columns[-1].overflow = "fold"
         for one in self.measured:
             for kind, program in one.programs:
-                name = "Hessian" if kind == "hessian product" else kind
-                costs.add_row(str(one.implementation), name, *_cells(program), _worst(one.largest(kind)))
+                memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
+                worst = one.largest(kind)
+                costs.add_row(
+                    str(one.implementation),
+                    "Hessian" if kind == "hessian product" else kind,
+                    f"{program.microseconds:.1f}",
+                    f"{program.host_waited:.0%}",
+                    memory,
+                    f"{program.compile_seconds:.2f}",
+                    "" if worst is None else f"{worst.relative:.1e} {worst.name}",
+                )
             costs.add_section()
         return costs
 
@@ -226,12 +235,3 @@ def _spread(reference: Program, one: Program, faster: bool) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
-
-
-def _cells(program: Program) -> list[str]:
-    memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
-    return [f"{program.microseconds:.1f}", f"{program.host_waited:.0%}", memory, f"{program.compile_seconds:.2f}"]
-
-
-def _worst(difference: Difference | None) -> str:
-    return "" if difference is None else f"{difference.relative:.1e} {difference.name}"

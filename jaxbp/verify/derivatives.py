@@ -137,6 +137,11 @@ def scale_of(a: np.ndarray) -> float:
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 
+def evenly(count: int, most: int) -> np.ndarray:
+    """Return at most `most` evenly spread indices below `count`."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
 def is_symmetric(a: np.ndarray) -> bool:
     if a.ndim < 2 or a.shape[-1] != a.shape[-2] or not np.ptp(a):
         return False

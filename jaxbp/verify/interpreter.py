@@ -140,14 +140,12 @@ def has_custom_rules(program: Any) -> bool:
 
 
 def _is_custom(equation):
-    return equation.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(equation)
-
-
-def _is_rule_of_jax(equation):
-    program, rule = called(equation), equation.params.get("jvp_jaxpr_fun")
-    sources = [getattr(program, "jaxpr", program), rule]
+    if equation.primitive.name not in CUSTOM_RULES:
+        return False
+    program = called(equation)
+    sources = getattr(program, "jaxpr", program), equation.params.get("jvp_jaxpr_fun")
     sources = [getattr(getattr(source, "debug_info", None), "func_src_info", None) for source in sources]
-    return all(source is not None and JAX_FOLDER in source for source in sources)
+    return not all(source is not None and JAX_FOLDER in source for source in sources)
 
 
 def while_parts(params, inputs):

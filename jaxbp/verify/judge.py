@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbp.verify.derivatives import flat, scale_of
+from jaxbp.verify.derivatives import evenly, flat, scale_of
 from jaxbp.verify.points import USER_DATA, Point, generator, rounded
 from jaxbp.verify.programs import Programs
 from jaxbp.verify.reference import Expected, Reference
@@ -323,7 +323,7 @@ class _Case:
             open_ = np.flatnonzero(~jumps & (np.sort(change, axis=0)[-1 - rank] > limit))
             if not open_.size:
                 break
-            chosen = open_[np.unique(np.linspace(0, open_.size - 1, most).astype(int))]
+            chosen = open_[evenly(open_.size, most)]
             to = np.argsort(change, axis=0)[-1 - rank, chosen]
             size = 2 ** int(np.ceil(np.log2(chosen.size)))  # to compile few programs
             lines = [ends[k] for k in np.resize(to, size)], np.resize(indices[chosen], size), halvings

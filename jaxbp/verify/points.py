@@ -2,12 +2,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from jaxbp.verify.derivatives import Arrays, is_symmetric, scale_of
+from jaxbp.verify.derivatives import Arrays, evenly, is_symmetric, scale_of
 
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "small", "large", "integers", "dtypes")
 USER_DATA = "own data"
@@ -87,12 +87,16 @@ def points(
     names: Sequence[str],
     kinks: Sequence[float],
     added: Sequence[str],
-    dy_factors: Mapping[str, float],
+    half: bool,
     random: np.random.Generator,
 ) -> Iterator[Point]:
-    """Yield the user's data `own`, and then changed copies of it for each name in `added` (see `check`)."""
+    """Yield the user's data `own`, and then changed copies of it for each name in `added` (see `check`).
+
+    `half` says whether a result has dtype float16.
+    """
     yield own
     if "cotangents" in added:
+        dy_factors = {"dy times -32": -32.0} if half else {"dy times -4,096": -4096.0, "dy times 1e-9": 2.0**-30}
         for name, factor in dy_factors.items():
             yield dataclasses.replace(own, name=name, dy_factor=factor)
         masked = [c * (random.random(c.shape) < 0.5) for c in own.cotangents]
@@ -100,27 +104,27 @@ def points(
     if "kinks" in added and len(kinks):
         for i, name in enumerate(names):
             yield from _with_kinks(own, i, name, kinks)
-        yield _each(own, "-0 and subnormals", _with_least)
+        yield each(own, "-0 and subnormals", _with_least)
     if "ties" in added:
-        ties = _each(own, "ties", _coarse)
+        ties = each(own, "ties", _coarse)
         for a, other in itertools.combinations(ties.values, 2):
             if a.shape == other.shape and a.size > 1 and not any(other is values for values in own.values):
                 other.flat[::4] = a.flat[::4]
         yield ties
     if "zeros" in added:
-        yield _each(own, "zeros", np.zeros_like)
+        yield each(own, "zeros", np.zeros_like)
     changes = {"small": _small} if "small" in added else {}
     if "large" in added:
-        changes["large"] = lambda a: _large(a, random, LARGE)
-        changes["very large"] = lambda a: _large(a, random, VERY_LARGE)
+        changes["large"] = lambda a: large(a, random)
+        changes["very large"] = lambda a: large(a, random, VERY_LARGE)
         changes["very negative"] = _very_negative
     for change, (i, name) in itertools.product(changes, enumerate(names)):
         where = f"{change} {name}" if len(names) > 1 else change
-        moved = _each(own, where, changes[change], {i})
+        moved = each(own, where, changes[change], {i})
         if moved.values[i] is own.values[i]:
             continue
         if change == "very negative":  # a product with it is negative, too
-            moved = _each(moved, where, np.abs, {*range(len(names))} - {i})
+            moved = each(moved, where, np.abs, {*range(len(names))} - {i})
         yield moved
 
 
@@ -130,11 +134,10 @@ def grid(own: Point, names: Collection[str]) -> list[Point]:
     found = []
     for index in itertools.product(*map(range, sizes_of(names))):
         first, rest, dy = (
-            math.prod(1 - k / 4 for k, (_, *maps) in zip(index, LEVELS.values(), strict=True) if maps[kind])
-            for kind in range(3)
+            math.prod(1 - k / 4 for k, level in zip(index, LEVELS.values(), strict=True) if level[kind])
+            for kind in (1, 2, 3)
         )
-        values = _each(own, "", lambda a, by=first: by * a, {0}).values
-        values = [values[0], *_each(own, "", lambda a, by=rest: by * a).values[1:]]
+        values = [a if _sums_to_1(a) or not a.size else (rest if i else first) * a for i, a in enumerate(own.values)]
         cotangents = [(dy if index[-1] == 0 else -dy) * c for c in own.cotangents]
         found.append(dataclasses.replace(own, values=values, cotangents=cotangents))
     return found
@@ -152,37 +155,37 @@ def other_integers(
     `arrays` says whether each array may change. An array that is sorted along its last axis stays sorted, and a
     permutation stays a permutation.
     """
-    for name, changes in {**INTEGERS, **MASKS}.items():
-        changed = []
-        for a, may_change in arrays:
-            change = changes.get(getattr(a.dtype, "kind", None)) if may_change and a.size else None
-            changed.append(a if change is None else _as_sorted_as(a, change(np.asarray(a), random)))
+    for name, (kinds, change) in OTHER_INTEGERS.items():
+        changed = [
+            _as_sorted_as(a, change(np.asarray(a), random))
+            if may_change and a.size and getattr(a.dtype, "kind", "?") in kinds
+            else a
+            for a, may_change in arrays
+        ]
         if any(new is not a and (new != a).any() for new, (a, _) in zip(changed, arrays, strict=True)):
             yield name, changed
+
+
+def _is_permutation(a):
+    return a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all()
 
 
 def _drawn(a, random):
     if a.dtype == bool:
         return random.random(a.shape) < 0.5
-    if a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all():
+    if _is_permutation(a):
         return random.permutation(a.ravel()).reshape(a.shape)
     # Negative integers often have a special meaning.
-    least = a[a >= 0].min(initial=np.iinfo(a.dtype).max)
-    numbers = np.unique(a[a < 0])
-    if (a >= 0).any():
-        numbers = np.concatenate([numbers, least + _spread(int(a.max()) - int(least) + 1).astype(a.dtype)])
+    numbers, others = np.unique(a[a < 0]), a[a >= 0]
+    if others.size:
+        least, most = int(others.min()), int(others.max())
+        numbers = np.concatenate([numbers, (least + evenly(most - least + 1, 1024)).astype(a.dtype)])
     return np.asarray(random.choice(numbers, a.shape), a.dtype)
-
-
-def _spread(count):
-    return np.unique(np.linspace(0, count - 1, min(count, 1024)).astype(np.int64))
 
 
 def _repeated(a, random):
     drawn = _drawn(a, random)
-    if a.size > 3 and (np.sort(a, axis=None) == np.arange(a.size)).all():
-        return drawn
-    return np.resize(drawn.ravel()[: (a.size + 1) // 2], a.shape)
+    return drawn if _is_permutation(a) else np.resize(drawn.ravel()[: (a.size + 1) // 2], a.shape)
 
 
 def _as_sorted_as(a, new):
@@ -194,15 +197,14 @@ def _as_sorted_as(a, new):
     return np.sort(new, axis=-1)[..., ::-1] if (steps <= 0).all() else new
 
 
-INTEGERS = {
-    "other integers": dict.fromkeys("iu", _drawn),
-    "repeated integers": dict.fromkeys("iu", _repeated),
+OTHER_INTEGERS = {
+    "other integers": ("iu", _drawn),
+    "repeated integers": ("iu", _repeated),
+    "other masks": ("b", _drawn),
+    "masks of True": ("b", lambda a, random: np.ones_like(a)),
+    "masks of False": ("b", lambda a, random: np.zeros_like(a)),
 }
-MASKS = {
-    "other masks": {"b": _drawn},
-    "masks of True": {"b": lambda a, random: np.ones_like(a)},
-    "masks of False": {"b": lambda a, random: np.zeros_like(a)},
-}
+"""Names of changed data, the kinds of NumPy dtypes that change, and how they change."""
 
 
 def with_one_array(own: Point, same: Sequence[int], names: Sequence[str]) -> Point:
@@ -218,15 +220,11 @@ def with_one_array(own: Point, same: Sequence[int], names: Sequence[str]) -> Poi
     return dataclasses.replace(own, name=name, values=values, kinks=True, maybe_undefined=True)
 
 
-def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    return _each(own, "large", lambda a: _large(a, random, LARGE))
-
-
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
-        places = np.unique(np.linspace(0, size - 1, min(size, 2 * len(chosen))).astype(int))
+        places = evenly(size, 2 * len(chosen))
         values = [np.array(a) for a in own.values]
         values[i].flat[places] = np.resize(chosen, places.size)
         for j, other in enumerate(values):
@@ -236,7 +234,7 @@ def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterat
         yield dataclasses.replace(own, name=f"{name} at {shown}", values=values, of=i, kinks=True)
 
 
-def _each(own: Point, name: str, change: Callable, which: set[int] | None = None) -> Point:
+def each(own: Point, name: str, change: Callable, which: set[int] | None = None) -> Point:
     values = [
         change(a) if (which is None or i in which) and a.size and not _sums_to_1(a) else a
         for i, a in enumerate(own.values)
@@ -252,7 +250,7 @@ def _with_least(a: np.ndarray) -> np.ndarray:
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
-    changed.flat[np.unique(np.linspace(0, a.size - 1, 3).astype(int))] = least[: min(3, a.size)]
+    changed.flat[evenly(a.size, 3)] = least[: min(3, a.size)]
     return changed
 
 
@@ -282,7 +280,7 @@ def _very_negative(a: np.ndarray) -> np.ndarray:
     return a if (a >= 0).all() else a - scale_of(a) - NEGATIVE
 
 
-def _large(a: np.ndarray, random: np.random.Generator, exponents: tuple[float, float]) -> np.ndarray:
+def large(a: np.ndarray, random: np.random.Generator, exponents: tuple[float, float] = LARGE) -> np.ndarray:
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

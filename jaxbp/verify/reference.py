@@ -14,6 +14,7 @@ from jaxbp.verify.derivatives import (
     Arrays,
     Derivatives,
     Function,
+    evenly,
     flat,
     float64,
     in_numpy,
@@ -211,12 +212,12 @@ class Reference:
         return Expected(0, "float64", y), Expected(1, against, arrays, contradicted, undecided)
 
     def _sampled(self, point, i, gradient, most):
-        evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
+        spread = evenly(gradient.size, most)
         if self.independent or gradient.size <= most or (other := self._by_rules(point, i)) is None:
-            return evenly
+            return spread
         off = np.nan_to_num(np.abs(other - gradient), nan=np.inf)
         worst = np.argsort(-off, kind="stable")[: most // 2]
-        return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
+        return np.unique(np.concatenate([spread, worst[off[worst] > 0]]))
 
     def _by_rules(self, point, i):
         try:

@@ -123,9 +123,13 @@ class CheckResult:
         return self
 
     def summary(self) -> Group:
-        lines = []
-        for (op, implementation), rows in _grouped(self.rows).items():
-            lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)
+        lines, groups = [], {}
+        for row in self.rows:
+            if row.reason != NOT_FLOATING:
+                name = row.op if row.implementation is None else f"{row.op}, {row.implementation}"
+                groups.setdefault(name, []).append(row)
+        for name, rows in groups.items():
+            lines += _lines_of(name, rows)
         lines += [Text(note, "dim") for note in self.notes]
         if self.tried:
             lines.append(Text(f"tried: {_listed(self.tried)}", "dim"))
@@ -143,24 +147,34 @@ class CheckResult:
             verdict = Text(row.verdict + (f": {row.reason}" if row.reason else ""), style=STYLES[row.verdict])
             cells = (Text(str(getattr(row, field))) for field in fields)
             ends = following is None or following.implementation != row.implementation
-            table.add_row(*cells, _short(row.absolute), _short(row.relative), verdict, end_section=ends)
+            errors = ("" if value is None else f"{value:.1e}" for value in (row.absolute, row.relative))
+            table.add_row(*cells, *errors, verdict, end_section=ends)
         return table
 
 
 def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
-    of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
-    failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
-    verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
+    failed, skipped, open_, ok = (
+        [row for row in rows if row.verdict == verdict] for verdict in ("failed", "skipped", "inconclusive", "ok")
+    )
+    verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if ok else "inconclusive"
     lines = [Text(f"{verdict:7} ", STYLES[verdict], no_wrap=True, overflow="ellipsis")]
     lines[0].append(name, "default")
     if verdict == "ok":
-        lines[0].append(f": {len(of('ok'))} results, errors up to {_off(rows)}", "default")
+        errors = {}
+        for row in rows:
+            if row.relative is not None and not row.reason:
+                errors[row.dtype] = max(errors.get(row.dtype, 0.0), row.relative)
+        shown = " ".join(f"{dtype.replace('loat', '')} {value:.0e}" for dtype, value in errors.items())
+        lines[0].append(f": {len(ok)} results, errors up to {shown}", "default")
     if failed:
         lines.append(Text(f"        {failed[0].dtype}, order {failed[0].order}: {failed[0].finding}"))
     elif verdict == "skipped":
         lines.append(Text(f"        {skipped[0].reason}"))
     else:
-        lines += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _excused(rows)]
+        for reason in filter(None, dict.fromkeys(row.reason for row in ok)):
+            on = _listed(row.data for row in ok if row.reason == reason)
+            line = f"        beyond the tolerance, but {reason}: on {on}"
+            lines.append(Text(line, "dim", no_wrap=True, overflow="ellipsis"))
     if len(failed) > 1:
         lines.append(Text(f"        {len(failed) - 1} more failed, on {_listed(row.data for row in failed)}"))
     if open_:
@@ -169,44 +183,16 @@ def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
     return lines
 
 
-def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
-    groups = {}
-    for row in rows:
-        if row.reason != NOT_FLOATING:
-            groups.setdefault((row.op, row.implementation), []).append(row)
-    return groups
-
-
-def _off(rows: Sequence[CheckRow]) -> str:
-    found = {}
-    for row in rows:
-        if row.relative is not None and not row.reason:
-            found[row.dtype] = max(found.get(row.dtype, 0.0), row.relative)
-    return " ".join(f"{dtype.replace('loat', '')} {value:.0e}" for dtype, value in found.items())
-
-
-def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    data = {}
-    for row in rows:
-        if row.verdict == "ok" and row.reason:
-            data.setdefault(row.reason, []).append(row.data)
-    return [f"        beyond the tolerance, but {reason}: on {_listed(names)}" for reason, names in data.items()]
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
 
 
 class Progress:
     """The progress of a long check, in one line."""
 
     def __init__(self, name: str):
-        self._name, self._next, self._width = name, time.monotonic() + SILENT, 0
-        self._start = time.monotonic()
+        self._name, self._start, self._width = name, time.monotonic(), 0
+        self._next = self._start + SILENT
 
     def __enter__(self) -> "Progress":
         return self

@@ -33,17 +33,17 @@ def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np
     random = np.random.default_rng(0)
     program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
     run = lambda moved: [np.asarray(y) for y in evaluate(program, leaves, _floats_moved(moved))]  # noqa: E731
+
+    def change(equation, inputs, y):
+        if equation.primitive.name not in ROUNDED:
+            return y
+        return y * (1 + many * eps * random.choice((-1, 1), y.shape)).astype(y.dtype)
+
     exactly = run(lambda equation, inputs, y: y)
-    moved = [run(functools.partial(_moved, random, many * eps)) for _ in range(RUNS)]
+    moved = [run(change) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
     return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / many for some in off]
-
-
-def _moved(random, by, equation, inputs, y):
-    if equation.primitive.name not in ROUNDED:
-        return y
-    return y * (1 + by * random.choice((-1, 1), y.shape)).astype(y.dtype)
 
 
 def _floats_moved(moved: Callable) -> Callable:

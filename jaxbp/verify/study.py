@@ -78,11 +78,9 @@ class Study:
         own = Point(USER_DATA, values, cotangents, directions)
         constants = sorted({s * c for c in reference.constants for s in (1, -1)}, key=abs)[:MOST_KINKS]
         kinks = tuple(dict.fromkeys((*settings.kinks, *constants))) if settings.kinks else ()
-        dy_factors = {"dy times -4,096": -4096.0, "dy times 1e-9": 2.0**-30}
-        if any(y.dtype == np.float16 for y in results):
-            dy_factors = {"dy times -32": -32.0}
-        points = list(at.points(own, reference.names, kinks, added, dy_factors, random))
-        large = at.everywhere_large(own, random)
+        half = any(y.dtype == np.float16 for y in results)
+        points = list(at.points(own, reference.names, kinks, added, half, random))
+        large = at.each(own, "large", lambda a: at.large(a, random))
         groups = {}
         for i, a in enumerate(arguments.floats):
             groups.setdefault((a.shape, a.dtype), []).append(i)

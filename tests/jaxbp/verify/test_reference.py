@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxbp.verify.arguments import take_apart
+from jaxbp.verify.points import USER_DATA, Point
 from jaxbp.verify.reference import Reference
 
 C = np.array([0.7, -1.3])
@@ -11,7 +12,7 @@ C = np.array([0.7, -1.3])
 
 def first_orders(function, x):
     reference = Reference(function, take_apart(function, (x,)), {})
-    return reference.first_orders([np.asarray(x, np.float64)], [C], [None], most=2)
+    return reference.first_orders(Point(USER_DATA, [np.asarray(x, np.float64)], [C]), [None], most=2)
 
 
 def test_values_and_gradients_are_those_of_calculus():
@@ -61,14 +62,14 @@ def test_slopes_that_grow_at_a_singularity_contradict_nothing(function):
 def test_steps_are_those_that_a_large_number_takes():
     x = np.array([1234.5678, 4321.1234])
     reference = Reference(jnp.sin, take_apart(jnp.sin, (x,)), {})
-    _, gradients = reference.first_orders([x], [C], [1e-7], most=2)
+    _, gradients = reference.first_orders(Point(USER_DATA, [x], [C]), [1e-7], most=2)
     assert not gradients.contradicted[0].any()
 
 
 def test_what_is_too_small_to_see_contradicts_nothing():
     x, y = np.array([1e-4, 2e-4]), np.array([200.0, 300.0])
     reference = Reference(jnp.hypot, take_apart(jnp.hypot, (x, y)), {})
-    _, gradients = reference.first_orders([x, y], [C], [None, None], most=2)
+    _, gradients = reference.first_orders(Point(USER_DATA, [x, y], [C]), [None, None], most=2)
     assert not gradients.contradicted[0].any()
     np.testing.assert_allclose(gradients.arrays[0], C * x / np.hypot(x, y), rtol=1e-6)
 
