@@ -107,21 +107,29 @@ def check(
         implementations = IMPLEMENTATIONS if takes_implementation(op) else (None,)
     if gradient_of is not None:
         implementations, order = [name for name in implementations if name != "autodiff"], 1
-    settings = Settings(
-        implementations, order, kinks, kink_convention, added, tolerances, most_elements, seed, gradient_of
-    )
     rows, notes = [], []
     with Progress(name_of(op)) as progress:
+        settings = Settings(
+            implementations,
+            order,
+            kinks,
+            kink_convention,
+            added,
+            tolerances,
+            most_elements,
+            seed,
+            gradient_of,
+            progress,
+        )
         for case, arguments, changed in _cases(op, args, options, cases):
             try:
-                for row in _rows(op, arguments, changed, settings, notes):
-                    rows.append(dataclasses.replace(row, case=case))
-                    progress.show(f"{row.dtype}, order {row.order}, {row.data}")
+                found = _rows(op, arguments, changed, settings, notes)
             except jax.errors.UnexpectedTracerError as error:
                 raise TypeError(
                     f"check: {name_of(op)} leaks a tracer: it stores an array in one call and uses it in a later call; "
                     "wants a function whose results depend only on its arguments"
                 ) from error
+            rows += [dataclasses.replace(row, case=case) for row in found]
     return CheckResult(tuple(rows), _untried(rows, options, cases, added), tuple(dict.fromkeys(notes)))
 
 
@@ -142,29 +150,28 @@ def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[s
         yield ", ".join(name), taken, changed
 
 
-def _rows(op, arguments, options, settings, notes) -> Iterator[CheckRow]:
+def _rows(op, arguments, options, settings, notes) -> list[CheckRow]:
     if not arguments.floats:
         raise ValueError(f"check: {name_of(op)} has no floating argument; wants at least one, to differentiate")
     if unknown := [dtype.name for dtype in arguments.dtypes if dtype.name not in settings.tolerances]:
-        for implementation in settings.implementations:
-            row = functools.partial(CheckRow, name_of(op), implementation, unknown[0], "all", 1, "", "skipped")
-            yield row(reason=f"there is no tolerance for {unknown[0]}", data=unknown[0])
-        return
+        row = functools.partial(CheckRow, dtype=unknown[0], argument="all", order=1, against="", verdict="skipped")
+        reason = f"there is no tolerance for {unknown[0]}"
+        return [row(name_of(op), name, reason=reason, data=unknown[0]) for name in settings.implementations]
     wide = np.float64 in arguments.dtypes or jax.config.jax_enable_x64
     with jax.default_matmul_precision("highest"), jax.enable_x64(wide):
         study = Study(op, arguments, options, settings)
-        yield from study.rows()
-        notes += study.reference.notes
+        rows = study.rows()
+    notes += study.reference.notes
+    return rows
 
 
 def _untried(rows, options, cases, added) -> str:
     missing = [name for name in EXTRA_DATA if name not in added]
     tried = {row.dtype for row in rows if row.verdict != "skipped"}
     missing += [dtype for dtype in TOLERANCES if dtype not in tried and not any(row.data == dtype for row in rows)]
-    if broken := {row.implementation for row in rows if is_broken(row)} - {None}:
-        missing.append(f"added data for {', '.join(sorted(broken))}, because the user's data fails")
-    elif any(is_broken(row) for row in rows):
-        missing.append("added data, because the user's data fails")
+    if broken := {row.implementation for row in filter(is_broken, rows)}:
+        where = f" for {', '.join(sorted(broken - {None}))}" if broken - {None} else ""
+        missing.append(f"added data{where}, because the user's data fails")
     if kinds := {row.dtype for row in rows if row.reason == NOT_FLOATING}:
         tried = {OTHER_INTEGERS[row.data][0] for row in rows if row.verdict != "skipped" and row.data in OTHER_INTEGERS}
         if kinds != {"bool"}:

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxbp.pairing import Implementation
 from jaxbp.verify.arguments import Arguments, bind, is_float
-from jaxbp.verify.derivatives import Derivatives, Function, in_numpy, quickly_compiled, value_and_gradients
+from jaxbp.verify.derivatives import Derivatives, Function, quickly_compiled, value_and_gradients
 from jaxbp.verify.points import LEVELS, Point, sizes_of
 
 
@@ -90,10 +90,10 @@ class Programs:
     def at(self, point: Point, order: int) -> list[np.ndarray]:
         """Return the results (order 0), or a derivative, divided by the point's factor of dy."""
         if order > 1:
-            return in_numpy(self.results(order, point))
+            return list(map(np.asarray, self.results(order, point)))
         if self._latest[0] is not point:
             scaled = dataclasses.replace(point, cotangents=[c * point.dy_factor for c in point.cotangents])
-            y, gradients = in_numpy(self.results(None, scaled))
+            y, gradients = ([np.asarray(a) for a in arrays] for arrays in self.results(None, scaled))
             self._latest = point, (y, [g / g.dtype.type(point.dy_factor) for g in gradients])
         return self._latest[1][order]
 

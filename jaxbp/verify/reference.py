@@ -110,7 +110,7 @@ class Reference:
         results = transform(moved)
         moved_from = held(results) if self._stops else lambda moved, base: results(*moved)
         self._slopes = differences(moved_from, self._eps, **compiling)
-        self._jumps, self._at_integers = {}, None
+        self._jumps, self._at_integers, self.less_precise = {}, None, functools.cache(self._less_precise)
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lift(self, op, dtype, refused):
@@ -138,9 +138,15 @@ class Reference:
     def _without_custom_rules(self) -> Derivatives:
         return Derivatives(without_custom_rules(self.function), transform=self._transform, **self._compiling)
 
-    def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
+    def _less_precise(self, *dtypes: np.dtype) -> np.dtype | None:
+        """Return the dtype in which the forward computes if it is less precise than its arguments, in `dtypes`."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
-        return narrowest(jax.make_jaxpr(self.function)(*shapes))
+        eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
+        try:
+            narrow = narrowest(jax.make_jaxpr(self.function)(*shapes))
+        except Exception:  # the check of a dtype reports it
+            return None
+        return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def value_and_gradients(self, point: Point) -> tuple[Arrays, Arrays]:
         with float64():

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jaxbp.verify.judge import NOT_FINITE, Judge, Tolerance, close
 from jaxbp.verify.points import LEVELS, LEVELS_OF_SEVERAL, USER_DATA, Point
 from jaxbp.verify.programs import WRAPPERS, Programs
 from jaxbp.verify.reference import Expected, Reference
-from jaxbp.verify.report import NOT_FLOATING, CheckRow
+from jaxbp.verify.report import NOT_FLOATING, CheckRow, Progress
 
 MOST_ELEMENTS, WORK, MOST_NUMBERS, MOST_KINKS = (64, 10_000), 2**23, 2**22, 16
 
@@ -38,10 +37,11 @@ class Settings:
     most_elements: int | None
     seed: int
     gradient_of: Callable | None
+    progress: Progress
 
 
 class Study:
-    """An op with one set of arguments and options, and its reference.
+    """The check of an op with one set of arguments and options.
 
     Attributes:
       autodiff: the programs of the forward and its gradients, without custom rules.
@@ -57,15 +57,15 @@ class Study:
         least, most = MOST_ELEMENTS
         self.most = settings.most_elements or max(least, min(most, WORK // max(1, self.size)))
         self.is_autodiff = reference.independent and settings.gradient_of is None
+        implementation = function = None
         if self.is_autodiff:
-            self.autodiff = Programs(op, arguments, options, "autodiff" if takes_implementation(op) else None)
+            implementation = "autodiff" if takes_implementation(op) else None
         else:
-            with_rules = settings.gradient_of is not None
-            function = reference.function if with_rules else without_custom_rules(reference.function)
-            self.autodiff = Programs(op, arguments, options, None, function)
-        self._precision, self._at_integers = functools.cache(self._less_precise), {}
+            function = reference.function if settings.gradient_of else without_custom_rules(reference.function)
+        self.autodiff = Programs(op, arguments, options, implementation, function)
+        self._at_integers = {}
 
-    def rows(self) -> Iterator[CheckRow]:
+    def rows(self) -> list[CheckRow]:
         """Compare all implementations on the user's data and on added data."""
         settings, arguments, reference = self.settings, self.arguments, self.reference
         random, added = at.generator(settings.seed), settings.added
@@ -91,14 +91,16 @@ class Study:
         expected, failed = self._expected(own, points)
         integers = "integers" in added and settings.gradient_of is None
         integers = list(at.other_integers(arguments.integers, random)) if integers else []
+        dtypes = ("float32",) if arguments.dtypes[0].itemsize == 2 else ("bfloat16", "float16")
+        dtypes = dtypes if "dtypes" in added and len(set(arguments.dtypes)) == 1 else ()
+        rows = []
         for implementation in settings.implementations:
-            programs, broken = self._programs(implementation), False
-            for row in self._of_implementation(programs, expected, failed, points[0], of_one, integers):
-                broken |= is_broken(row)
-                yield row
-            if not broken and "dtypes" in added and len(set(arguments.dtypes)) == 1:
-                for dtype in ("float32",) if arguments.dtypes[0].itemsize == 2 else ("bfloat16", "float16"):
-                    yield from self._in_dtype(programs, dtype, (own, large))
+            programs = self._programs(implementation)
+            found = self._of_implementation(programs, expected, failed, points[0], of_one, integers)
+            rows += found
+            for dtype in () if any(map(is_broken, found)) else dtypes:
+                rows += self._in_dtype(programs, dtype, (own, large))
+        return rows
 
     def _programs(self, implementation):
         if self.is_autodiff and implementation == self.autodiff.implementation:
@@ -136,79 +138,63 @@ class Study:
         return found if self.settings.kink_convention else found[1:]
 
     def _judge(self, dtype=None):
-        autodiff, settings = self.autodiff if dtype is None else self.autodiff.in_dtype(dtype), self.settings
-        tolerances, convention = settings.tolerances, settings.kink_convention
-        return Judge(self.reference, autodiff, tolerances, convention, self._precision(dtype))
-
-    def _less_precise(self, dtype):
-        """Return the dtype in which the forward computes if it is less precise than its arguments, in `dtype`."""
         dtypes = self.arguments.dtypes if dtype is None else [jnp.dtype(dtype)] * len(self.arguments.dtypes)
-        eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
-        try:
-            narrow = self.reference.computed_in(dtypes)
-        except Exception:  # `_in_dtype` reports it
-            return None
-        return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
+        autodiff, settings = self.autodiff if dtype is None else self.autodiff.in_dtype(dtype), self.settings
+        precision = self.reference.less_precise(*dtypes)
+        return Judge(self.reference, autodiff, settings.tolerances, settings.kink_convention, precision)
 
-    def _row(self, programs, verdict, reason=None, data=USER_DATA, order=1, dtype=None, argument="all"):
-        dtype = dtype or self.dtype
-        return CheckRow(
-            self.name, programs.implementation, dtype, argument, order, "", verdict, reason=reason, data=data
-        )
+    def _row(self, programs, verdict, reason=None, data=USER_DATA, order=1, dtype=None, argument="all", **found):
+        row = functools.partial(CheckRow, self.name, programs.implementation, dtype or self.dtype, argument, order)
+        return row(verdict=verdict, reason=reason, data=data, **{"against": "", **found})
+
+    def _judged(self, programs, judge, point, e, i, a, argument, data):
+        found = judge.verdict(point, e, i, a, programs)
+        found |= dict(order=e.order, dtype=a.dtype.name, argument=argument, against=e.against)
+        return self._row(programs, data=data, **found)
 
     def _of_implementation(self, programs, expected, failed, own, of_one, integers):
         try:
             _ = programs.result_dtypes
         except NotImplementedError as error:
-            yield self._row(programs, "skipped", _one_line(error))
-            return
+            return [self._row(programs, "skipped", _one_line(error))]
+        rows = []
         for point, order, error in failed:
             # If autodiff succeeds, a custom rule raised the error.
             wrong = not self.reference.independent and order == 1 and _succeeds(self.autodiff.results, 1, point)
-            yield self._row(programs, "failed" if wrong else "inconclusive", _named(error), point.name, order)
-        judge, broken = self._judge(), False
-        for row in self._compared(programs, judge, expected):
-            broken |= is_broken(row)
-            yield row
-        if programs is not self.autodiff and not broken:
-            yield from self._transformed(programs, judge, own, of_one)
-            yield from self._with_other_integers(programs, own, integers)
+            rows.append(self._row(programs, "failed" if wrong else "inconclusive", _named(error), point.name, order))
+        judge = self._judge()
+        compared = self._compared(programs, judge, expected)
+        rows += compared
+        if programs is not self.autodiff and not any(map(is_broken, compared)):
+            rows += self._transformed(programs, judge, own, of_one)
+            rows += self._with_other_integers(programs, own, integers)
         for name, a in zip(self.arguments.names, self.arguments.leaves, strict=True):
             if not is_float(a):
-                yield self._row(programs, "skipped", NOT_FLOATING, dtype=str(a.dtype), argument=name)
+                rows.append(self._row(programs, "skipped", NOT_FLOATING, dtype=str(a.dtype), argument=name))
+        return rows
 
     def _compared(self, programs, judge, expected):
-        broken, dtypes = False, programs.arguments.dtypes
+        rows, dtypes, reference = [], programs.arguments.dtypes, self.reference
         for point, e in expected:
-            if point.name != USER_DATA and broken:
-                return
-            names = self.reference.names if e.order else self.reference.result_names
+            if point.name != USER_DATA and any(map(is_broken, rows)):
+                return rows
+            names = reference.names if e.order else reference.result_names
             try:
                 for i, (name, a) in enumerate(zip(names, programs.at(point, e.order), strict=True)):
                     if e.order == 1 and a.dtype != dtypes[i]:
-                        self.reference.notes.append(
-                            f"the gradient of {name} is {a.dtype}; wants {dtypes[i]}, as {name}"
-                        )
+                        reference.notes.append(f"the gradient of {name} is {a.dtype}; wants {dtypes[i]}, as {name}")
                     if point.of is None or point.of == i or e.order == 0:
-                        row = self._judged(programs, judge, point, e, i, a, name)
-                        broken |= is_broken(row)
-                        yield row
+                        rows.append(self._judged(programs, judge, point, e, i, a, name, point.name))
             except Exception as error:
                 verdict = "failed" if programs is not self.autodiff else "inconclusive"
-                yield self._row(programs, verdict, _named(error), point.name, e.order, dtypes[0].name)
-                return
-
-    def _judged(self, programs, judge, point, e, i, a, name, data=None):
-        found = judge.verdict(point, e, i, a, programs)
-        return CheckRow(
-            self.name, programs.implementation, a.dtype.name, name, e.order, e.against, data=data or point.name, **found
-        )
+                return [*rows, self._row(programs, verdict, _named(error), point.name, e.order, dtypes[0].name)]
+            self.settings.progress.show(f"{dtypes[0].name}, order {e.order}, {point.name}")
+        return rows
 
     def _in_dtype(self, programs, dtype, points):
         own, skipped = points[0], functools.partial(self._row, programs, "skipped", data=dtype, dtype=dtype)
         if dtype not in self.settings.tolerances:
-            yield skipped(f"there is no tolerance for {dtype}")
-            return
+            return [skipped(f"there is no tolerance for {dtype}")]
         changed, judge = programs.in_dtype(dtype), self._judge(dtype)
         try:
             results = changed.result_dtypes
@@ -217,90 +203,83 @@ class Study:
             if not takes_implementation(self.op):  # the user did not ask for this dtype
                 changed.results(1, own)
         except Exception as error:
-            yield skipped(_named(error))
-            return
+            return [skipped(_named(error))]
         points = [point.rounded(changed.arguments.dtypes, results) for point in points]
-        yield from self._compared(changed, judge, [(point, e) for point in points for e in self._at(point)])
+        return self._compared(changed, judge, [(point, e) for point in points for e in self._at(point)])
 
     def _transformed(self, programs, judge, own, of_one):
         """Compare an implementation under `jit` with the same implementation outside `jit`, under transformations, and
         with one array for several arguments."""
-        yield from self._same(programs, judge, "outside jit", [own], lambda p: [p.outside_jit(own)])
+        rows = self._same(programs, judge, "outside jit", [own], lambda p: [p.outside_jit(own)])
         levels = [name for name in LEVELS if len(self.arguments.floats) > 1 or name not in LEVELS_OF_SEVERAL]
         if self.size * math.prod(at.sizes_of(levels)) > MOST_NUMBERS:
             levels, left_out = levels[:1], levels[1:]
-            yield self._row(programs, "skipped", "too many elements", ", ".join(left_out))
+            rows.append(self._row(programs, "skipped", "too many elements", ", ".join(left_out)))
 
         def under(names):
             points = [point.rounded(self.arguments.dtypes, programs.result_dtypes) for point in at.grid(own, names)]
-            run = lambda p: p.transformed(names, points)  # noqa: E731
-            return self._same(programs, judge, ", ".join(names), points, run)
+            return self._same(programs, judge, ", ".join(names), points, lambda p: p.transformed(names, points))
 
         for names in levels, [*WRAPPERS, "shard_map"]:
-            rows = list(under(names))
-            if any(row.verdict != "ok" for row in rows):
+            together = under(names)
+            if any(row.verdict != "ok" for row in together):
                 alone = [row for name in names for row in under([name])]
-                only_together = all(row.verdict == "ok" for row in alone) and any(row.argument != "all" for row in rows)
-                rows = rows if only_together else alone
-            yield from rows
+                only = all(row.verdict == "ok" for row in alone) and any(row.argument != "all" for row in together)
+                together = together if only else alone
+            rows += together
         for same, point in of_one:
             run = lambda p, same=same, point=point: [p.with_one_array(point, same)]  # noqa: E731
-            yield from self._same(programs, judge, f"{point.name}, one array", [point], run, same)
+            rows += self._same(programs, judge, f"{point.name}, one array", [point], run, same)
+        return rows
 
     def _same(self, programs, judge, name, points, run, same=()):
         """Compare an implementation under `jit` with `run(programs)`, which runs it in another way, such as `vmap`.
 
         Compare results and gradients at `points`. Arguments with indices in `same` are one array.
         """
+        reference, autodiff, rows = self.reference, self.autodiff, []
         try:
             found = run(programs)
         except Exception as error:
-            autodiff = self.autodiff
             able = _succeeds(autodiff.results, 1, points[0]) and autodiff is not programs and _succeeds(run, autodiff)
             # On one device, an error in `shard_map` does not show that the backward is wrong.
             wrong = able and name != "shard_map" and not isinstance(error, NotImplementedError)
-            yield self._row(programs, "failed" if wrong else "skipped", _named(error), name)
-            return
+            return [self._row(programs, "failed" if wrong else "skipped", _named(error), name)]
         try:
-            wrong = list(self._differing(programs, judge, name, points, found, same))
+            for point, arrays in zip(points, found, strict=True):
+                jitted, names = (
+                    [programs.at(point, order) for order in (0, 1)],
+                    [reference.result_names, reference.names],
+                )
+                if same:
+                    jitted[1], names[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)], [point.name]
+                compared = [(order, i) for order in (0, 1) for i in range(len(jitted[order]))]
+                expected = None
+                for (order, i), a in zip(compared, arrays, strict=True):
+                    if close(a, jitted[order][i], self.settings.tolerances[a.dtype.name]).all():
+                        continue
+                    expected = expected or reference.value_and_gradients(point)
+                    wanted = [sum(expected[1][i] for i in same)] if order and same else expected[order]
+                    e = Expected(order, "autodiff", wanted)
+                    rows.append(self._judged(programs, judge, point, e, i, a, names[order][i], name))
         except Exception as error:
-            yield self._row(programs, "inconclusive", _named(error), name)
-            return
+            return [self._row(programs, "inconclusive", _named(error), name)]
         elements = sum(flat(a).size for a in found)
-        ok = dataclasses.replace(self._row(programs, "ok", data=name), against="jit", elements=elements)
-        yield from wrong or [ok]
-
-    def _differing(self, programs, judge, name, points, found, same):
-        reference, tolerances = self.reference, self.settings.tolerances
-        for point, arrays in zip(points, found, strict=True):
-            jitted = [programs.at(point, order) for order in (0, 1)]
-            if same:
-                jitted[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)]
-            count, expected = len(reference.results), None
-            for k, (a, j) in enumerate(zip(arrays, itertools.chain(*jitted), strict=True)):
-                if close(a, j, tolerances[a.dtype.name]).all():
-                    continue
-                expected = expected or reference.value_and_gradients(point)
-                order, i = (0, k) if k < count else (1, k - count)
-                wanted = [sum(expected[1][i] for i in same)] if order and same else expected[order]
-                argument = (reference.names if order else reference.result_names)[i]
-                argument = point.name if order and same else argument
-                e = Expected(order, "autodiff", wanted)
-                yield self._judged(programs, judge, point, e, i, a, argument, name)
+        return rows or [self._row(programs, "ok", data=name, against="jit", elements=elements)]
 
     def _with_other_integers(self, programs, own, integers):
         """Compare results and gradients at other integers with autodiff. All integers share one program.
 
         If a number differs, a study with these integers decides.
         """
-        run, (values, cotangents, _) = programs.of_integers(), programs.in_dtypes(own)
+        rows, run, (values, cotangents, _) = [], programs.of_integers(), programs.in_dtypes(own)
         for name, changed in integers:
             try:
                 if name not in self._at_integers:
                     self._at_integers[name] = self.reference.at_integers(self.autodiff, own, changed)
                 found = run(values, cotangents, changed)
             except Exception as error:
-                yield self._row(programs, "skipped", type(error).__name__, name)
+                rows.append(self._row(programs, "skipped", type(error).__name__, name))
                 continue
             right, elements = True, 0
             for a, e in zip(found, self._at_integers[name], strict=True):
@@ -308,19 +287,15 @@ class Study:
                 elements += int(finite.sum())
                 right &= close(np.asarray(a)[finite], e[finite], self.settings.tolerances[a.dtype.name]).all()
             if not right:
-                yield from self._at_constants(programs, own, name, self.arguments.with_integers(changed))
+                study = Study(self.op, self.arguments.with_integers(changed), self.options, self.settings)
+                point = dataclasses.replace(own, name=name, kinks=True, maybe_undefined=True)
+                expected = [(point, e) for e in study.reference.first_orders(point, self.steps, self.most)]
+                rows += study._compared(study._programs(programs.implementation), study._judge(), expected)
             elif elements:
-                ok = self._row(programs, "ok", data=name)
-                yield dataclasses.replace(ok, against="autodiff", elements=elements)
+                rows.append(self._row(programs, "ok", data=name, against="autodiff", elements=elements))
             else:
-                yield self._row(programs, "skipped", NOT_FINITE, name)
-
-    def _at_constants(self, programs, own, name, arguments):
-        study = Study(self.op, arguments, self.options, self.settings)
-        point = dataclasses.replace(own, name=name, kinks=True, maybe_undefined=True)
-        expected = study.reference.first_orders(point, self.steps, self.most)
-        changed = study._programs(programs.implementation)
-        return study._compared(changed, study._judge(), [(point, e) for e in expected])
+                rows.append(self._row(programs, "skipped", NOT_FINITE, name))
+        return rows
 
 
 def is_broken(row: CheckRow) -> bool:
