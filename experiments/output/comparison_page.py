@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxbp.verify import Comparison
-from jaxbp.verify.page import colour, printed, section
+from jaxbp.verify.comparison import colour, printed, section
 
 Report = Mapping[str, Any]
 

@@ -109,18 +109,8 @@ def check(
         implementations, order = [name for name in implementations if name != "autodiff"], 1
     rows, notes = [], []
     with Progress(name_of(op)) as progress:
-        settings = Settings(
-            implementations,
-            order,
-            kinks,
-            kink_convention,
-            added,
-            tolerances,
-            most_elements,
-            seed,
-            gradient_of,
-            progress,
-        )
+        which = implementations, order, kinks, kink_convention, added, tolerances
+        settings = Settings(*which, most_elements, seed, gradient_of, progress)
         for case, arguments, changed in _cases(op, args, options, cases):
             try:
                 found = _rows(op, arguments, changed, settings, notes)

@@ -12,7 +12,7 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import bind, name_of, require_function, require_several, take_apart
 from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
 from jaxbp.verify.derivatives import along, has_no_forward_mode, in_numpy, scale_of, value_and_gradients
-from jaxbp.verify.interpreter import traced
+from jaxbp.verify.interpreter import lifted, traced
 from jaxbp.verify.judge import (
     KINK_RTOL,
     NEIGHBORS,
@@ -23,7 +23,6 @@ from jaxbp.verify.judge import (
     is_as_exact,
     is_between,
 )
-from jaxbp.verify.lifting import lifted
 from jaxbp.verify.points import generator
 from jaxbp.verify.timing import compile_program, device_seconds
 

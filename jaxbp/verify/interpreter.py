@@ -1,5 +1,10 @@
-"""Run JAX programs (jaxprs) with a rule that computes each equation. Values are arrays or pytrees of arrays."""
+"""Run JAX programs (jaxprs) with a rule that computes each equation: in float64, or with random rounding errors.
 
+Values are arrays or pytrees of arrays. Random rounding errors measure the sensitivity of a program to rounding (Parker,
+"Monte Carlo Arithmetic", 1997).
+"""
+
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,10 +12,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
+"""Primitives whose code is fixed to the traced dtypes."""
+ROUNDED = frozenset({
+    "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
+    "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
+    "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
+    "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+})  # fmt: skip
+RUNS, MANY = 4, 1024
+MOST = 2.0**-10
+"""The largest fraction by which `rounding` moves a result, unless one rounding is larger."""
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -159,3 +176,187 @@ def scan_sizes(params):
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12
     return len(consts), len(carry)
+
+
+class CannotLiftError(NotImplementedError):
+    """A part of a program cannot run in float64."""
+
+
+def lifted(function: Callable, trace: Trace = traced) -> Callable:
+    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result.
+
+    If JAX cannot trace `function` in float64, `trace` traces it in other dtypes.
+    """
+    return rerun(function, _lift, _wide, trace)
+
+
+def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Trace:
+    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode. Other arrays,
+    such as integers, keep their dtypes."""
+    mode = jax.config.jax_enable_x64
+
+    def trace(function, args):
+        leaves, structure = jax.tree.flatten(args)
+        dtypes = itertools.chain(values, cotangents, itertools.cycle(values))
+        narrow = [dtype if _is_float(a) else a.dtype for a, dtype in zip(leaves, dtypes, strict=False)]
+        shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(leaves, narrow, strict=True)]
+        with jax.enable_x64(mode):
+            return traced(function, structure.unflatten(shapes))
+
+    return trace
+
+
+def narrowest(*programs: Any) -> np.dtype | None:
+    """Return the least precise dtype of the values that depend on floating arguments, or None."""
+    found = set().union(*map(_computed_in, programs))
+    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+
+
+def _computed_in(program):
+    jaxpr, found = getattr(program, "jaxpr", program), set()
+    moved = {v for v in jaxpr.invars if _is_float(v.aval)}
+    for equation in jaxpr.eqns:
+        if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
+            continue
+        moved.update(equation.outvars)
+        found |= {v.aval.dtype for v in equation.outvars if _is_float(v.aval)}
+        if equation.primitive.name in FIXED:
+            continue
+        found = found.union(*map(_computed_in, programs_in(equation)))
+        if equation.primitive.name == "reduce_precision":
+            bits = equation.params["mantissa_bits"]
+            widths = {10: jnp.bfloat16, 23: np.float16, 52: np.float32, 64: np.float64}
+            found.add(np.dtype(next(dtype for most, dtype in widths.items() if bits < most)))
+    return found
+
+
+def _lift(equation, inputs):
+    name, params = equation.primitive.name, equation.params
+    if name in FIXED:
+        if any(_is_float(v.aval) and v.aval.dtype != np.float64 for v in equation.outvars):
+            raise CannotLiftError(f"{name} computes in {equation.outvars[0].aval.dtype}")
+        return bind(equation, _as_traced(equation, inputs))
+    if name == "reduce_precision":
+        return inputs
+    if name == "bitcast_convert_type":
+        return [_wide(y) for y in bind(equation, _as_traced(equation, inputs))]
+    if (results := structured(equation, inputs, _lift, _wide)) is not None:
+        return results
+    changed = {key: _wide_parameter(value) for key, value in params.items()}
+    if isinstance(changed.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        changed["precision"] = lax.Precision.HIGHEST
+    return bind(equation, inputs, **changed)
+
+
+def _as_traced(equation, inputs):
+    return [
+        jnp.asarray(a, v.aval.dtype) if _is_float(v.aval) else a for a, v in zip(inputs, equation.invars, strict=True)
+    ]
+
+
+def _wide_parameter(value):
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return _wide_dtype(np.dtype(value))
+    if is_program(value):
+        jaxpr = getattr(value, "jaxpr", value)
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, _wide_dtype(v.aval.dtype)) for v in jaxpr.invars]
+        wide = jax.make_jaxpr(lambda *args: evaluate(value, args, _lift, _wide))(*shapes)
+        return wide if isinstance(value, type(wide)) else wide.jaxpr
+    if isinstance(value, tuple) and any(is_program(inner) for inner in jax.tree.leaves(value, is_leaf=is_program)):
+        return jax.tree.map(_wide_parameter, value, is_leaf=is_program)
+    return value
+
+
+def _wide_dtype(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _wide(a):
+    dtype = jnp.result_type(a)
+    return a if (wide := _wide_dtype(dtype)) == dtype else jnp.asarray(a, wide)
+
+
+def _is_float(aval):
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
+    """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
+
+    Change operations' results by a multiple of their rounding error, and divide the effect by this multiple. A jump
+    of `function` does not grow with the multiple, so that the division makes it small.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    many = max(1.0, min(MANY, MOST / eps))
+    random = np.random.default_rng(0)
+    program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
+    run = lambda moved: [np.asarray(y) for y in evaluate(program, leaves, _floats_moved(moved))]  # noqa: E731
+
+    def change(equation, inputs, y):
+        if equation.primitive.name not in ROUNDED:
+            return y
+        return y * (1 + many * eps * random.choice((-1, 1), y.shape)).astype(y.dtype)
+
+    exactly = run(lambda equation, inputs, y: y)
+    moved = [run(change) for _ in range(RUNS)]
+    with np.errstate(invalid="ignore"):
+        off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
+    return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / many for some in off]
+
+
+def _floats_moved(moved: Callable) -> Callable:
+
+    def rule(equation, inputs):
+        if (program := called(equation)) is not None:
+            return evaluate(program, inputs, rule)
+        results = bind(equation, inputs)
+        return [moved(equation, inputs, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
+
+    return rule
+
+
+def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
+    """Return one array `(1 + runs, *y.shape)` per result y of `function`. Run 0 is exact.
+
+    In the other runs, the result of each operation changes at random by at most `roundings` rounding errors of `dtype`.
+    Equal operands give equal changes, so that ties remain.
+    """
+    program = jax.make_jaxpr(function)(*args)
+    leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
+    by = roundings * float(jnp.finfo(dtype).eps)
+    narrow = np.float32 if jnp.dtype(dtype) == np.float64 else dtype
+
+    def moved(seed, equation, operands, y):
+        if seed == 0 or equation.primitive.name not in ROUNDED:
+            return y
+        is_float = [jnp.issubdtype(variable.aval.dtype, jnp.floating) for variable in equation.invars]
+        mixed = [
+            _mixed(seed, a).astype(variable.aval.dtype) if floating else a
+            for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
+        ]
+        alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
+        # Sums of equal operands in another order differ in their last bits, which rounding to float32 removes.
+        share = _mixed(seed, np.float32(np.abs(alike)))
+        exact = _is_short(y, narrow)
+        for a in itertools.compress(operands, is_float):
+            short = _is_short(a, narrow)
+            exact &= short if short.shape == y.shape else short.all()
+        return y * np.where(exact, 1, 1 + by * (4 * share - 3)).astype(y.dtype)
+
+    found = [evaluate(program, leaves, _floats_moved(functools.partial(moved, seed))) for seed in range(1 + runs)]
+    return [np.stack(each) for each in zip(*found, strict=True)]
+
+
+def _is_short(a, narrow):
+    a = np.asarray(a, np.float64)
+    return a == a.astype(narrow)
+
+
+def _mixed(seed, a):
+    bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    size = 0.5 + (bits >> np.uint64(11)) / 2.0**54
+    return np.where(np.asarray(a) < 0, -size, size)

@@ -49,10 +49,6 @@ class Point:
     maybe_undefined: bool = False
     dy_factor: float = 1.0
 
-    @property
-    def arrays(self) -> tuple[list, list, list]:
-        return list(self.values), list(self.cotangents), list(self.directions)
-
     def at(self, values: Arrays) -> "Point":
         return dataclasses.replace(self, values=values)
 

@@ -23,12 +23,21 @@ from jaxbp.verify.derivatives import (
     scale_of,
     value_and_gradients,
 )
-from jaxbp.verify.differences import EPS, Slopes, confirmed, decided, differences
-from jaxbp.verify.interpreter import equations, has, has_custom_rules, stops_by_value, without_custom_rules
-from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest, traced_in
+from jaxbp.verify.differences import EPS, STOP, Slopes, confirmed, decided, differences, held
+from jaxbp.verify.interpreter import (
+    CannotLiftError,
+    equations,
+    has,
+    has_custom_rules,
+    lifted,
+    narrowest,
+    rounded_otherwise,
+    rounding,
+    stops_by_value,
+    traced_in,
+    without_custom_rules,
+)
 from jaxbp.verify.points import Point
-from jaxbp.verify.rounding import rounded_otherwise, rounding
-from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
 
@@ -150,24 +159,24 @@ class Reference:
 
     def value_and_gradients(self, point: Point) -> tuple[Arrays, Arrays]:
         with float64():
-            return in_numpy(self._derivatives.value_and_gradients(*point.arrays[:2]))
+            return in_numpy(self._derivatives.value_and_gradients(*_arrays(point)[:2]))
 
     def derivative(self, order: int, point: Point) -> Arrays:
         with float64():
-            return in_numpy(self._derivatives(order, *point.arrays))
+            return in_numpy(self._derivatives(order, *_arrays(point)))
 
     def by_rules_of_jax(self, order: int, point: Point) -> Arrays:
         if self.independent:
             return self.derivative(order, point)
         with float64():
-            return in_numpy(self._without_custom_rules(order, *point.arrays))
+            return in_numpy(self._without_custom_rules(order, *_arrays(point)))
 
     def at_integers(self, programs: Any, point: Point, integers: Sequence[Any]) -> Arrays:
         """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
         if self._at_integers is None:
             self._at_integers = programs.of_integers(self._transform)
         with float64():
-            return in_numpy(self._at_integers(*point.arrays[:2], integers))
+            return in_numpy(self._at_integers(*_arrays(point)[:2], integers))
 
     def first_orders(
         self, point: Point, steps: Sequence[float | None], most: int, nan_is_wrong: bool = True
@@ -270,7 +279,7 @@ class Reference:
         `Derivatives.with_square` computes it. Arguments of `stop_gradient` inside the op keep the values that they have
         at `point.values`.
         """
-        values, *others = point.arrays
+        values, *others = _arrays(point)
         with float64():
             self._derivatives.with_square(order, values, *others)
         run = lambda moved: self._derivatives.with_square(order, list(moved), *others)  # noqa: E731
@@ -288,7 +297,7 @@ class Reference:
         """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
         self.derivative(order, point)
         with float64():
-            run, arrays = self._derivatives.plain(order), point.arrays
+            run, arrays = self._derivatives.plain(order), _arrays(point)
             if order > 1:
                 return rounding(run, *arrays, dtype=dtype)
             found, count = rounding(run, *arrays[:2], dtype=dtype), len(point.cotangents)
@@ -341,10 +350,14 @@ class Reference:
                 return lax.map(lambda of: jump(values, others, halvings, *of), (ends, indices))
 
             self._jumps[order, i] = jax.jit(all_jumps)
-        values, *others = point.arrays if order > 1 else point.arrays[:2]
+        values, *others = _arrays(point) if order > 1 else _arrays(point)[:2]
         with float64():
             stacked = [np.stack(a) for a in zip(*ends, strict=True)]
             return np.asarray(self._jumps[order, i](values, others, halvings, stacked, indices))
+
+
+def _arrays(point):
+    return list(point.values), list(point.cotangents), list(point.directions)
 
 
 def plain_forward(

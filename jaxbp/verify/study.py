@@ -188,7 +188,8 @@ class Study:
             except Exception as error:
                 verdict = "failed" if programs is not self.autodiff else "inconclusive"
                 return [*rows, self._row(programs, verdict, _named(error), point.name, e.order, dtypes[0].name)]
-            self.settings.progress.show(f"{dtypes[0].name}, order {e.order}, {point.name}")
+            if e.order:
+                self.settings.progress.show(f"{dtypes[0].name}, order {e.order}, {point.name}")
         return rows
 
     def _in_dtype(self, programs, dtype, points):
@@ -247,10 +248,8 @@ class Study:
             return [self._row(programs, "failed" if wrong else "skipped", _named(error), name)]
         try:
             for point, arrays in zip(points, found, strict=True):
-                jitted, names = (
-                    [programs.at(point, order) for order in (0, 1)],
-                    [reference.result_names, reference.names],
-                )
+                jitted = [programs.at(point, order) for order in (0, 1)]
+                names = [reference.result_names, reference.names]
                 if same:
                     jitted[1], names[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)], [point.name]
                 compared = [(order, i) for order in (0, 1) for i in range(len(jitted[order]))]

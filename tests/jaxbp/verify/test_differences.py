@@ -9,7 +9,7 @@ from jax import lax
 from jaxbp import Pair
 from jaxbp.verify import check
 from jaxbp.verify.derivatives import float64
-from jaxbp.verify.stopping import held
+from jaxbp.verify.differences import held
 
 X = np.array([0.3, -1.2, 0.8])
 FUNCTIONS = {
