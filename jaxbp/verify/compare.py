@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import bind, name_of, require_function, require_several, take_apart
 from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
-from jaxbp.verify.derivatives import along, has_no_forward_mode, in_numpy, scale_of, value_and_gradients
+from jaxbp.verify.derivatives import along, in_a_mode, in_numpy, scale_of, value_and_gradients
 from jaxbp.verify.interpreter import lifted, traced
 from jaxbp.verify.judge import (
     KINK_RTOL,
@@ -122,18 +122,6 @@ def _derivatives(function: Callable, chosen: Sequence[int]) -> Mapping[str, Sequ
     return {"both": [gradients], "value": [value], "gradient": [gradient], "hessian product": products}
 
 
-def _in_a_mode(run: Callable[[Callable], Any], functions: Sequence[Callable]) -> Any:
-    """Return `run(function)` for the first of `functions` whose mode of differentiation JAX supports."""
-    *others, last = functions
-    for function in others:
-        try:
-            return run(function)
-        except TypeError as error:
-            if not has_no_forward_mode(error):
-                raise
-    return run(last)
-
-
 def _measure(implementation, functions, data, second_order, seconds, programs, may_fail):
     """Return the costs of one implementation, and a dict from kinds of results to arrays.
 
@@ -149,7 +137,7 @@ def _measure(implementation, functions, data, second_order, seconds, programs, m
         one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}
         if second_order:
             run = lambda function: _run(function, data, seconds)  # noqa: E731
-            program, results["hessian product"] = _in_a_mode(run, functions["hessian product"])
+            program, results["hessian product"] = in_a_mode(run, functions["hessian product"])
             one = dataclasses.replace(one, hessian_product=program)
     except Exception as error:
         if not may_fail:
@@ -203,7 +191,7 @@ def _difference_from(
 
     def compute(kind, leaves):
         with jax.enable_x64(True), np.errstate(all="ignore"):
-            return _in_a_mode(lambda function: in_numpy(compiled(function)(leaves, *data[1:])), functions[kind])
+            return in_a_mode(lambda function: in_numpy(compiled(function)(leaves, *data[1:])), functions[kind])
 
     in_float64 = functools.cache(lambda kind: compute(kind, data[0]))
 

@@ -79,9 +79,9 @@ class Derivatives:
         of_higher: Mapping[str, Any] = {},
         **options: Any,
     ):
-        self._function, self._modes, self._transform, self._options = function, modes, transform, options
-        self._of_higher = of_higher
-        self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function, primal)), {}
+        self._function, self._modes, self._transform = function, modes, transform
+        self.value_and_gradients = jax.jit(transform(value_and_gradients(function, primal)), **options)
+        self._higher, self._options = {}, {**options, **of_higher}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the results y (order 0), the gradients of `Σ c y` for cotangents c (order 1), or the result of
@@ -91,23 +91,20 @@ class Derivatives:
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` with respect to `values`, for the results y and the cotangents c.
-
-        Above order 1, return the derivative of this gradient along the first `order - 1` of `directions`.
-        """
+        """Return what `derivative` returns."""
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             cotangents = [np.asarray(c) * (1 + np.asarray(a)) for c, a in zip(cotangents, y, strict=True)]
             return self.value_and_gradients(values, cotangents)[1]
-        for reverse in self._modes:
-            if order not in self._higher:
-                self._higher[order] = self._compiled(derivative(self._function, order, reverse), **self._of_higher)
-            try:
-                return self._higher[order](values, cotangents, directions)
-            except TypeError as error:
-                del self._higher[order]
-                if reverse == self._modes[-1] or not has_no_forward_mode(error):
-                    raise
+        if order in self._higher:
+            return self._higher[order](values, cotangents, directions)
+
+        def run(reverse):
+            program = jax.jit(self._transform(derivative(self._function, order, reverse)), **self._options)
+            found, self._higher[order] = program(values, cotangents, directions), program
+            return found
+
+        return in_a_mode(run, self._modes)
 
     def plain(self, order: int, square: bool = False) -> Callable:
         """Return the function that `jit` compiles for this order.
@@ -119,12 +116,17 @@ class Derivatives:
             return self._higher[order].__wrapped__
         return self._transform(derivative(self._function, 1)) if square else self.value_and_gradients.__wrapped__
 
-    def _compiled(self, program, **options):
-        return jax.jit(self._transform(program), **{**self._options, **options})
 
-
-def has_no_forward_mode(error: TypeError) -> bool:
-    return "forward-mode" in str(error) or "forward mode" in str(error)
+def in_a_mode(run: Callable[[Any], Any], modes: Sequence[Any]) -> Any:
+    """Return `run(mode)` for the first of `modes` of differentiation that JAX supports."""
+    *others, last = modes
+    for mode in others:
+        try:
+            return run(mode)
+        except TypeError as error:
+            if "forward-mode" not in str(error) and "forward mode" not in str(error):
+                raise
+    return run(last)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ KINK_RTOL = 1e-12
 """The largest distance of a kink "at" the data, relative to the largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 """A change of slope is a jump if it happens within `KINK_WIDTH` times the largest element."""
-NOT_EXCUSED = np.False_, ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,40 +91,40 @@ class Judge:
         convention: bool,
         precision: np.dtype | None = None,
     ):
-        self.reference, self.autodiff = reference, autodiff if autodiff.takes_arguments() else None
-        self.tolerances, self.convention, self.precision = tolerances, convention, precision
-        self.rounded_otherwise = None, None
+        self.reference, self._autodiff = reference, autodiff if autodiff.takes_arguments() else None
+        self._tolerances, self._convention, self._precision = tolerances, convention, precision
+        self._rounded_otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Programs) -> dict[str, Any]:
         """Compare `actual`, which the implementation `checked` computed, with `expected.arrays[i]`. Return keyword
         arguments of `CheckRow`."""
         order, reference = expected.order, self.reference
-        dtypes = [actual.dtype, self.precision, *([checked.arguments.dtypes[i]] if order else [])]
-        known = [dtype for dtype in dtypes if dtype is not None and dtype.name in self.tolerances]
+        dtypes = [actual.dtype, self._precision, *([checked.arguments.dtypes[i]] if order else [])]
+        known = [dtype for dtype in dtypes if dtype is not None and dtype.name in self._tolerances]
         dtype = max(known, key=lambda dtype: float(jnp.finfo(dtype).eps)).name
         if actual.size == 0:
             return dict(verdict="skipped", reason="no elements")
-        own_kinks = point.kinks and point.of is not None and order == 1 and reference.independent
-        sees_kinks = own_kinks and dtype in ("float32", "float64")
-        contradicted = np.zeros(actual.shape, bool) if expected.contradicted is None else expected.contradicted[i]
-        a, e, tolerance = np.asarray(actual, np.float64), expected.arrays[i], self.tolerances[dtype]
-        case = _Case(self, checked, point, order, i, dtype, tolerance, sees_kinks, contradicted, a, e)
-        if sees_kinks and case.autodiff is not None:
+        a, e, tolerance = np.asarray(actual, np.float64), expected.arrays[i], self._tolerances[dtype]
+        contradicted = np.zeros(a.shape, bool) if expected.contradicted is None else expected.contradicted[i]
+        added_kinks = point.kinks and point.of is not None and order == 1 and dtype in ("float32", "float64")
+        sees_kinks = added_kinks and reference.independent
+        autodiff = self._autodiff_at(point, order, i) if sees_kinks else None
+        if autodiff is not None:
             # In a narrow dtype, the forward's kink may be at another number.
-            case.e = e = np.where(contradicted | close(case.autodiff, e, tolerance), e, case.autodiff)
-        case.held, undecided = held, _ = self._decided(case, expected)
-        case.excess, difference = excess, _ = excess_and_difference(a, e, tolerance)
-        wrong, reason = held & (excess > 1), None
-        excuses = [case.same_as_autodiff, case.as_exact_as_autodiff, case.within_rounding, case.overflow_of_a_term]
-        excuses += [case.spread_over_triangles, case.kink, case.near_ties] if order else []
-        for excuse in excuses:
-            if wrong.any():
-                fine, why = excuse(wrong)
-                wrong, reason = wrong & ~fine, why if (wrong & fine).any() else reason
+            e = np.where(contradicted | close(autodiff, e, tolerance), e, autodiff)
+        held, undecided = self._decided(point, expected, i, dtype, a, e)
+        excess, difference = excess_and_difference(a, e, tolerance)
+        wrong, reason, hint = held & (excess > 1), None, None
+        if wrong.any():
+            case = point, order, i, checked, dtype, tolerance, a, e
+            for excuse in self._excuses(*case, held, excess, contradicted, sees_kinks):
+                if wrong.any():
+                    fine, why, *hints = excuse(wrong)
+                    wrong, reason, hint = wrong & ~fine, why if (wrong & fine).any() else reason, hints or hint
         verdict = "failed" if wrong.any() else "inconclusive" if undecided.any() else "ok"
         worst = np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0))
         if wrong.any():
-            reason = "; ".join(filter(None, (_cause(a, e, wrong), case.around_kinks[2] if order else None)))
+            reason = "; ".join(filter(None, (_cause(a, e, wrong), *(hint or ()))))
         elif undecided.any():
             worst, reason = np.argmax(undecided), "autodiff is not finite, and finite differences cannot decide"
         elif not held.any():
@@ -144,229 +143,188 @@ class Judge:
             reason=reason or None,
         )
 
-    def _decided(self, case, expected):
+    def _autodiff_at(self, point, order, i):
+        try:
+            return self._autodiff and np.asarray(self._autodiff.at(point, order)[i], np.float64)
+        except Exception:  # such as the error of a `while_loop` in reverse mode
+            return None
+
+    def _decided(self, point, expected, i, dtype, a, e):
         """Return two masks: the elements to compare, and the elements whose expected number is unknown."""
-        point, a, e = case.point, case.a, case.e
         # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
-        loose = point.maybe_undefined or case.order > 1 or (point.kinks and not self.convention)
+        loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self._convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
-        held &= ~np.isfinite(e) | (np.abs(point.dy_factor * e) <= float(jnp.finfo(case.dtype).max))
+        held &= ~np.isfinite(e) | (np.abs(point.dy_factor * e) <= float(jnp.finfo(dtype).max))
         undecided = np.zeros(a.shape, bool)
         if expected.undecided is not None and not loose:
-            undecided = expected.undecided[case.i] & np.isfinite(a)
+            undecided = expected.undecided[i] & np.isfinite(a)
         elif any(np.isinf(v).any() for v in point.values) and not any(np.isnan(v).any() for v in point.values):
             undecided = ~np.isfinite(e) & np.isfinite(a)
         return held & ~undecided, undecided
 
+    def _excuses(self, point, order, i, checked, dtype, tolerance, a, e, held, excess, contradicted, sees_kinks):
+        """Return the excuses in the order in which they apply.
 
-@dataclasses.dataclass(eq=False)
-class _Case:
-    """A comparison of result or derivative number i of the implementation `checked`, `a`, with the expected array `e`.
-
-    Each excuse is a method. It takes a mask of the elements that are still wrong, and returns a mask of the elements
-    that it excuses, and a sentence.
-
-    Attributes:
-      sees_kinks: whether the expected number at a kink is autodiff's number.
-      held: a mask of the elements to compare.
-      excess: the differences, as multiples of the allowed differences.
-    """
-
-    judge: Judge
-    checked: Programs
-    point: Point
-    order: int
-    i: int
-    dtype: str
-    tolerance: Tolerance
-    sees_kinks: bool
-    contradicted: np.ndarray
-    a: np.ndarray
-    e: np.ndarray
-    held: Any = None
-    excess: Any = None
-
-    @functools.cached_property
-    def autodiff(self) -> np.ndarray | None:
-        if self.judge.autodiff is None:
-            return None
-        try:
-            return np.asarray(self.judge.autodiff.at(self.point, self.order)[self.i], np.float64)
-        except Exception:  # such as the error of a `while_loop` in reverse mode
-            return None
-
-    def same_as_autodiff(self, _):
-        if self.autodiff is None or self.sees_kinks:
-            return NOT_EXCUSED
-        finite, independent = np.isfinite(self.autodiff), self.judge.reference.independent
-        # If custom rules avoid an overflow of autodiff, the overflow is no excuse, except for squares in float16.
-        fine = finite | independent | (self.order == 0 and self.dtype == "float16")
-        fine &= close(self.a, self.autodiff, self.tolerance)
-        if independent:
-            fine |= ~finite & np.isfinite(self.e)
-        return fine & ~self.contradicted, f"the same as autodiff in {self.dtype}"
-
-    def as_exact_as_autodiff(self, _):
-        if self.autodiff is None:
-            return NOT_EXCUSED
-
-        def error():
-            random, found, i = generator(1), [], self.i
-            for _ in range(SAMPLES):
-                values = [a * (1 + NEAR * random.uniform(-1, 1, a.shape)) for a in self.point.values]
-                dtypes = self.judge.autodiff.arguments.dtypes
-                near = self.point.at([rounded(a, dtype) for a, dtype in zip(values, dtypes, strict=True)])
-                result = np.asarray(self.judge.autodiff.results(self.order, near)[i], np.float64)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    off = np.abs(result - self.judge.reference.by_rules_of_jax(self.order, near)[i])
-                found.append(off[np.isfinite(off)].max(initial=0.0))
-            return float(np.median(found))
-
-        fine = is_as_exact(self.a, self.e, self.autodiff, self.held, self.tolerance, error)
-        return fine, "within the rounding error of autodiff"
-
-    def within_rounding(self, _):
-        # Ops in half precision accumulate in float32. Above order 1, they differentiate a rounded gradient.
-        in_dtype = self.order > 1 or self.autodiff is None
-        terms = np.dtype(jnp.dtype(self.dtype) if in_dtype else np.promote_types(jnp.dtype(self.dtype), np.float32))
-        off = self.judge.reference.rounding(self.order, self.point, terms)[self.i]
-        return close(self.a, self.e, self.tolerance, ALLOWED * off), f"within the rounding error of {terms.name}"
-
-    def overflow_of_a_term(self, wrong):
-        if not (wrong & ~np.isfinite(self.a)).any() or not self.order:
-            return NOT_EXCUSED
-        overflows = np.zeros(self.a.shape, bool)
-        for k in range(len(self.point.cotangents)):
-            cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(self.point.cotangents)]
-            term = self._derivative(dataclasses.replace(self.point, cotangents=cotangents))
-            overflows |= np.abs(self.point.dy_factor * term) > float(jnp.finfo(self.dtype).max)
-        return ~np.isfinite(self.a) & overflows, f"a term of the sum overflows in {self.dtype}"
-
-    def spread_over_triangles(self, _):
-        transposed = lambda x: np.swapaxes(x, -1, -2)  # noqa: E731
-        triangular = lambda g: np.triu(g, 1).any() != np.tril(g, -1).any()  # noqa: E731
-        if not self.judge.reference.symmetric[self.i] or not (triangular(self.a) or triangular(self.e)):
-            return NOT_EXCUSED
-        fine = close(self.a + transposed(self.a), self.e + transposed(self.e), self.tolerance)
-        return fine, "the gradient of one triangle is spread over both, right for symmetric arguments"
-
-    def kink(self, _):
-        fine, why, _ = self.around_kinks
-        return fine & ~self.contradicted, why
-
-    def near_ties(self, wrong):
-        if self.order > 1 or self.around_kinks[2] is None:
-            return NOT_EXCUSED
-        fine = self._decided_by_rounding() & ~self.contradicted
-        return fine, f"rounding decides near-ties at {int((wrong & fine).sum())} elements"
-
-    @functools.cached_property
-    def around_kinks(self) -> tuple[np.ndarray, str, str | None]:
-        """A mask of the elements of the derivative `a` whose errors kinks excuse, the reason, and a hint if any.
-
-        The hint has the slopes at a kink that does not excuse an error.
+        Each takes a mask of the elements that are still wrong, and returns a mask of the elements that it excuses, and
+        a sentence.
         """
-        a, e, order, convention = self.a, self.e, self.order, self.judge.convention
-        reach = ROUNDINGS * float(jnp.finfo(self.dtype).eps)
-        indices, limit = np.flatnonzero(self.excess > 1), allowed(e, self.tolerance)
-        (ends, near), (_, hair) = (self._around(share, indices[:MOST]) for share in (reach, KINK_RTOL))
-        here = np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]
-        at_it, jumps_near = np.ptp(hair[:-1], axis=0) > limit, np.zeros(a.shape, bool)
-        jumps_near.flat[indices] = self._jumps(reach, ends, near, indices, limit)
-        found = np.concatenate([np.where(jumps_near, near, here), hair, here])
-        low, high = found.min(axis=0), found.max(axis=0)
-        inside = (a >= low - limit) & (a <= high + limit)
-        loose = not convention or (self.dtype in ("float16", "bfloat16") and self.point.of is None) or order > 1
-        fine = inside & (at_it | jumps_near) & (~at_it | loose)
-        if loose and order == 1:
-            fine &= ~at_it | _sums_are_right(a, np.concatenate([near, hair, here]), limit)
-        hint = None
-        if (where := at_it & ~fine).any():
-            at = np.unravel_index(np.argmax(where), a.shape)
-            hint = f"at a kink with slopes from {low[at]:.3g} to {high[at]:.3g}"
-        return fine, "any slope is right at a kink" if (at_it & fine).any() else "within rounding error of a kink", hint
+        reference, autodiff = self.reference, self._autodiff_at(point, order, i)
+        derivative = lambda point: reference.derivative(order, point)[i]  # noqa: E731
 
-    def _derivative(self, point):
-        return self.judge.reference.derivative(self.order, point)[self.i]
+        def same_as_autodiff(_):
+            finite = np.isfinite(autodiff)
+            # If custom rules avoid an overflow of autodiff, the overflow is no excuse, except for squares in float16.
+            fine = finite | reference.independent | (order == 0 and dtype == "float16")
+            fine &= close(a, autodiff, tolerance)
+            if reference.independent:
+                fine |= ~finite & np.isfinite(e)
+            return fine & ~contradicted, f"the same as autodiff in {dtype}"
 
-    def _around(self, share, indices):
-        """Return neighbors of `point.values`, and the derivatives there with respect to argument i.
+        def as_exact_as_autodiff(_):
+            def error():
+                random, found = generator(1), []
+                for _ in range(SAMPLES):
+                    values = [v * (1 + NEAR * random.uniform(-1, 1, v.shape)) for v in point.values]
+                    dtypes = self._autodiff.arguments.dtypes
+                    near = point.at([rounded(v, dtype) for v, dtype in zip(values, dtypes, strict=True)])
+                    result = np.asarray(self._autodiff.results(order, near)[i], np.float64)
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        off = np.abs(result - reference.by_rules_of_jax(order, near)[i])
+                    found.append(off[np.isfinite(off)].max(initial=0.0))
+                return float(np.median(found))
 
-        The last derivative is at `point.values`. In each neighbor, elements move at random by at most the fraction
-        `share` of their array's largest element. At order 1, further neighbors move one element by twice this limit, to
-        break ties. In argument i, these elements have the flat indices `indices`.
-        """
-        random, ends, own = generator(2), [], self.point.values
-        moves = [(None, None, 0)] * NEIGHBORS
-        if self.order == 1:
-            for j, a in enumerate(own):
-                chosen = (
-                    indices if j == self.i else np.unique(np.linspace(0, a.size - 1, min(a.size, MOST)).astype(int))
-                )
+            fine = is_as_exact(a, e, autodiff, held, tolerance, error)
+            return fine, "within the rounding error of autodiff"
+
+        def within_rounding(_):
+            # Ops in half precision accumulate in float32. Above order 1, they differentiate a rounded gradient.
+            in_dtype = order > 1 or autodiff is None
+            terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32))
+            off = reference.rounding(order, point, terms)[i]
+            return close(a, e, tolerance, ALLOWED * off), f"within the rounding error of {terms.name}"
+
+        def overflow_of_a_term(wrong):
+            overflows = np.zeros(a.shape, bool)
+            for k in range(len(point.cotangents) if (wrong & ~np.isfinite(a)).any() and order else 0):
+                cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
+                term = point.dy_factor * derivative(dataclasses.replace(point, cotangents=cotangents))
+                overflows |= np.abs(term) > float(jnp.finfo(dtype).max)
+            return ~np.isfinite(a) & overflows, f"a term of the sum overflows in {dtype}"
+
+        def spread_over_triangles(_):
+            transposed = lambda x: np.swapaxes(x, -1, -2)  # noqa: E731
+            is_triangular = any(np.triu(g, 1).any() != np.tril(g, -1).any() for g in (a, e))
+            fine = is_triangular & close(a + transposed(a), e + transposed(e), tolerance)
+            return fine, "the gradient of one triangle is spread over both, right for symmetric arguments"
+
+        @functools.cache
+        def around(share):
+            """Return neighbors of `point.values`, and the derivatives there with respect to argument i.
+
+            The last derivative is at `point.values`. In each neighbor, elements move at random by at most the fraction
+            `share` of their array's largest element. At order 1, further neighbors move one element by twice this
+            limit, to break ties.
+            """
+            random, ends = generator(2), []
+            moves = [(None, None, 0)] * NEIGHBORS
+            for j, v in enumerate(point.values if order == 1 else ()):
+                chosen = np.flatnonzero(excess > 1)[:MOST] if j == i else evenly(v.size, MOST)
                 moves += [(j, index, sign) for index in chosen for sign in (2, -2)]
-        for j, index, sign in moves:
-            values = [a + share * scale_of(a) * random.uniform(-1, 1, a.shape) for a in own]
-            if index is not None:
-                values[j].flat[index] = own[j].flat[index] + sign * share * scale_of(own[j])
-            ends.append(values)
-        found = [self._derivative(self.point.at(values)) for values in (*ends, own)]
-        return ends, np.nan_to_num(np.stack(found), nan=0.0, posinf=0.0, neginf=0.0)
+            for j, index, sign in moves:
+                values = [v + share * scale_of(v) * random.uniform(-1, 1, v.shape) for v in point.values]
+                if index is not None:
+                    own = point.values[j]
+                    values[j].flat[index] = own.flat[index] + sign * share * scale_of(own)
+                ends.append(values)
+            found = [derivative(point.at(values)) for values in (*ends, point.values)]
+            return ends, np.nan_to_num(np.stack(found), nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _jumps(self, reach, ends, near, indices, limit):
-        """Return whether each of the elements `indices` of the derivative jumps on the way to one of `ends`."""
-        halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
-        change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
-        limit, jumps = limit.ravel()[indices], np.zeros(indices.size, bool)
-        most = max(1, min(KINKS_LOOKED_AT, WORK // (sum(a.size for a in self.point.values) * max(1, halvings))))
-        for rank in range(2):
-            open_ = np.flatnonzero(~jumps & (np.sort(change, axis=0)[-1 - rank] > limit))
-            if not open_.size:
-                break
-            chosen = open_[evenly(open_.size, most)]
-            to = np.argsort(change, axis=0)[-1 - rank, chosen]
-            size = 2 ** int(np.ceil(np.log2(chosen.size)))  # to compile few programs
-            lines = [ends[k] for k in np.resize(to, size)], np.resize(indices[chosen], size), halvings
-            found = self.judge.reference.jumps(self.order, self.i, self.point, *lines)[: chosen.size]
-            jumps[chosen] = (jump := np.abs(found) > limit[chosen])
-            if jump.all():
-                jumps[open_] = True
-        return jumps
+        def jumps(reach, limit):
+            """Return a mask of the wrong elements of the derivative that jump on the way to a neighbor."""
+            (ends, near), indices = around(reach), np.flatnonzero(excess > 1)
+            halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
+            change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
+            limit, found = limit.ravel()[indices], np.zeros(indices.size, bool)
+            most = max(1, min(KINKS_LOOKED_AT, WORK // (sum(v.size for v in point.values) * max(1, halvings))))
+            for rank in range(2):
+                open_ = np.flatnonzero(~found & (np.sort(change, axis=0)[-1 - rank] > limit))
+                if not open_.size:
+                    break
+                chosen = open_[evenly(open_.size, most)]
+                to = np.argsort(change, axis=0)[-1 - rank, chosen]
+                size = 2 ** int(np.ceil(np.log2(chosen.size)))  # to compile few programs
+                lines = [ends[k] for k in np.resize(to, size)], np.resize(indices[chosen], size), halvings
+                found[chosen] = jump = np.abs(reference.jumps(order, i, point, *lines)[: chosen.size]) > limit[chosen]
+                if jump.all():
+                    found[open_] = True
+            mask = np.zeros(a.shape, bool)
+            mask.flat[indices] = found
+            return mask
 
-    def _decided_by_rounding(self):
-        """Return a mask of the elements of the gradient `a` whose errors rounding explains.
+        @functools.cache
+        def kinks():
+            """Return a mask of the elements whose errors kinks excuse, the sentence, and the slopes at a kink that does
+            not excuse an error, if any."""
+            reach, limit = ROUNDINGS * float(jnp.finfo(dtype).eps), allowed(e, tolerance)
+            near, hair = around(reach)[1], around(KINK_RTOL)[1]
+            here = np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]
+            at_it, jumps_near = np.ptp(hair[:-1], axis=0) > limit, jumps(reach, limit)
+            found = np.concatenate([np.where(jumps_near, near, here), hair, here])
+            low, high = found.min(axis=0), found.max(axis=0)
+            inside = (a >= low - limit) & (a <= high + limit)
+            loose = not self._convention or (dtype in ("float16", "bfloat16") and point.of is None) or order > 1
+            fine = inside & (at_it | jumps_near) & (~at_it | loose)
+            if loose and order == 1:
+                fine &= ~at_it | _sums_are_right(a, np.concatenate([near, hair, here]), limit)
+            why, hint = "within rounding error of a kink", None
+            if (at_it & fine).any():
+                why = "any slope is right at a kink"
+            if (where := at_it & ~fine).any():
+                at = np.unravel_index(np.argmax(where), a.shape)
+                hint = f"at a kink with slopes from {low[at]:.3g} to {high[at]:.3g}"
+            return fine & ~contradicted, why, hint
 
-        The implementation `checked` computed `a` from dy. Each of several parts of dy keeps some elements; the others
-        are 0. For each part, the gradient by `checked` must lie within the range of the reference's gradients with
-        random rounding errors.
-        """
-        point, i, a = self.point, self.i, self.a
-        sizes = [c.size for c in point.cotangents]
-        count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
-        numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
-        parts = [
-            np.stack([np.where(number.reshape(c.shape) == k, c, 0) for k in range(count)])
-            for c, number in zip(point.cotangents, numbers, strict=True)
-        ]
-        if self.judge.rounded_otherwise[0] is not point:
-            settings = dict(dtype=self.dtype, roundings=ALLOWED, runs=RUNS)
-            try:
-                gradients = self.judge.reference.rounded_otherwise(point.values, parts, **settings)
-            except NotImplementedError:  # `vmap` does not support the program
-                return np.zeros(a.shape, bool)
-            self.judge.rounded_otherwise = point, gradients
-        fine, whole = np.ones(a.shape, bool), np.zeros(a.shape)
-        for k in range(count):
-            part = self.checked.results(1, dataclasses.replace(point, cotangents=[c[k] for c in parts]))
-            part = [np.asarray(g, np.float64) for g in part]
-            found = [np.nan_to_num(g[:, k], nan=0.0, posinf=0.0, neginf=0.0) for g in self.judge.rounded_otherwise[1]]
-            limits = [allowed(np.abs(g).max(axis=0), self.tolerance) for g in found]
-            fine &= is_between(part[i], found[i], limits[i])
-            of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
-            fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
-            whole += part[i]
-        # A backward is linear in dy, so its parts add up.
-        return fine & close(whole, a, self.tolerance)
+        def near_ties(wrong):
+            """Excuse elements that rounding explains.
+
+            Each of several parts of dy keeps some elements; the others are 0. For each part, the gradient by `checked`
+            must lie within the range of the reference's gradients with random rounding errors.
+            """
+            if order > 1 or kinks()[2] is None:
+                return np.zeros(a.shape, bool), ""
+            sizes = [c.size for c in point.cotangents]
+            count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
+            numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
+            parts = [
+                np.stack([np.where(number.reshape(c.shape) == k, c, 0) for k in range(count)])
+                for c, number in zip(point.cotangents, numbers, strict=True)
+            ]
+            if self._rounded_otherwise[0] is not point:
+                settings = dict(dtype=dtype, roundings=ALLOWED, runs=RUNS)
+                try:
+                    self._rounded_otherwise = point, reference.rounded_otherwise(point.values, parts, **settings)
+                except NotImplementedError:  # `vmap` does not support the program
+                    return np.zeros(a.shape, bool), ""
+            fine, whole = ~contradicted, np.zeros(a.shape)
+            for k in range(count):
+                part = checked.results(1, dataclasses.replace(point, cotangents=[c[k] for c in parts]))
+                part = [np.asarray(g, np.float64) for g in part]
+                found = [np.nan_to_num(g[:, k], nan=0.0, posinf=0.0, neginf=0.0) for g in self._rounded_otherwise[1]]
+                limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
+                fine &= is_between(part[i], found[i], limits[i])
+                of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
+                fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
+                whole += part[i]
+            fine &= close(whole, a, tolerance)  # a backward is linear in dy, so its parts add up
+            return fine, f"rounding decides near-ties at {int((wrong & fine).sum())} elements"
+
+        excuses = [within_rounding, overflow_of_a_term]
+        if autodiff is not None:
+            excuses = [*([] if sees_kinks else [same_as_autodiff]), as_exact_as_autodiff, *excuses]
+        if order and reference.symmetric[i]:
+            excuses.append(spread_over_triangles)
+        return [*excuses, lambda _: kinks(), near_ties] if order else excuses
 
 
 def is_as_exact(
