@@ -135,6 +135,12 @@ def float64() -> Iterator[None]:
         yield
 
 
+def in_float64(run: Callable, *arguments: Any) -> Any:
+    """Return the results of `run(*arguments)` in 64-bit mode on the CPU, as NumPy arrays."""
+    with float64():
+        return in_numpy(run(*arguments))
+
+
 def scale_of(a: np.ndarray) -> float:
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 

@@ -145,7 +145,7 @@ class Judge:
 
     def _autodiff_at(self, point, order, i):
         try:
-            return self._autodiff and np.asarray(self._autodiff.at(point, order)[i], np.float64)
+            return self._autodiff and np.asarray(self._autodiff.at(point, order)[0][i], np.float64)
         except Exception:  # such as the error of a `while_loop` in reverse mode
             return None
 

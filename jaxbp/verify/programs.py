@@ -87,15 +87,15 @@ class Programs:
             values, cotangents = converted(point.values, dtypes), converted(point.cotangents, self.result_dtypes)
             return values, cotangents, [converted(direction, dtypes) for direction in point.directions]
 
-    def at(self, point: Point, order: int) -> list[np.ndarray]:
-        """Return the results (order 0), or a derivative, divided by the point's factor of dy."""
-        if order > 1:
-            return list(map(np.asarray, self.results(order, point)))
+    def at(self, point: Point, *orders: int) -> list[list[np.ndarray]]:
+        """Return, for each order, the results (order 0) or a derivative, divided by the point's factor of dy."""
+        if orders[0] > 1:
+            return [list(map(np.asarray, self.results(order, point))) for order in orders]
         if self._latest[0] is not point:
             scaled = dataclasses.replace(point, cotangents=[c * point.dy_factor for c in point.cotangents])
             y, gradients = ([np.asarray(a) for a in arrays] for arrays in self.results(None, scaled))
             self._latest = point, (y, [g / g.dtype.type(point.dy_factor) for g in gradients])
-        return self._latest[1][order]
+        return [self._latest[1][order] for order in orders]
 
     def results(self, order: int | None, point: Point) -> Any:
         """Return the results or a derivative as `Derivatives` does, or both results and gradients if order is None."""

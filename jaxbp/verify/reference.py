@@ -17,7 +17,7 @@ from jaxbp.verify.derivatives import (
     evenly,
     flat,
     float64,
-    in_numpy,
+    in_float64,
     is_symmetric,
     quickly_compiled,
     scale_of,
@@ -158,25 +158,20 @@ class Reference:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def value_and_gradients(self, point: Point) -> tuple[Arrays, Arrays]:
-        with float64():
-            return in_numpy(self._derivatives.value_and_gradients(*_arrays(point)[:2]))
+        return in_float64(self._derivatives.value_and_gradients, *_arrays(point)[:2])
 
     def derivative(self, order: int, point: Point) -> Arrays:
-        with float64():
-            return in_numpy(self._derivatives(order, *_arrays(point)))
+        return in_float64(self._derivatives, order, *_arrays(point))
 
     def by_rules_of_jax(self, order: int, point: Point) -> Arrays:
-        if self.independent:
-            return self.derivative(order, point)
-        with float64():
-            return in_numpy(self._without_custom_rules(order, *_arrays(point)))
+        derivatives = self._derivatives if self.independent else self._without_custom_rules
+        return in_float64(derivatives, order, *_arrays(point))
 
     def at_integers(self, programs: Any, point: Point, integers: Sequence[Any]) -> Arrays:
         """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
         if self._at_integers is None:
             self._at_integers = programs.of_integers(self._transform)
-        with float64():
-            return in_numpy(self._at_integers(*_arrays(point)[:2], integers))
+        return in_float64(self._at_integers, *_arrays(point)[:2], integers)
 
     def first_orders(
         self, point: Point, steps: Sequence[float | None], most: int, nan_is_wrong: bool = True
@@ -287,11 +282,7 @@ class Reference:
             near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
             run = lambda moved: near((list(moved), *others), (values, *others))  # noqa: E731
 
-        def gradient_at(moved):
-            with float64():
-                return flat(in_numpy(run(moved)))
-
-        return gradient_at
+        return lambda moved: flat(in_float64(run, moved))
 
     def rounding(self, order: int, point: Point, dtype: Any = np.float64) -> Arrays:
         """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
@@ -351,9 +342,8 @@ class Reference:
 
             self._jumps[order, i] = jax.jit(all_jumps)
         values, *others = _arrays(point) if order > 1 else _arrays(point)[:2]
-        with float64():
-            stacked = [np.stack(a) for a in zip(*ends, strict=True)]
-            return np.asarray(self._jumps[order, i](values, others, halvings, stacked, indices))
+        ends = [np.stack(a) for a in zip(*ends, strict=True)]
+        return in_float64(self._jumps[order, i], values, others, halvings, ends, indices)
 
 
 def _arrays(point):

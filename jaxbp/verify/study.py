@@ -13,7 +13,6 @@ import numpy as np
 from jaxbp.pairing import Implementation
 from jaxbp.verify import points as at
 from jaxbp.verify.arguments import Arguments, is_float, name_of, takes_implementation
-from jaxbp.verify.derivatives import flat
 from jaxbp.verify.interpreter import without_custom_rules
 from jaxbp.verify.judge import NOT_FINITE, Judge, Tolerance, close
 from jaxbp.verify.points import LEVELS, LEVELS_OF_SEVERAL, USER_DATA, Point
@@ -108,7 +107,7 @@ class Study:
         return Programs(self.op, self.arguments, self.options, implementation)
 
     def _expected(self, own, points):
-        """Return pairs of a point and `Expected`, and triples of a point, an order, and the error of the reference."""
+        """Return pairs of a point and its `Expected`, and triples of a point, an order, and the reference's error."""
         own_rounded, *added = points
         first_orders = functools.cache(lambda: self.reference.first_orders(own_rounded, self.steps, self.most))
         tasks = [(own_rounded, 1, first_orders)]
@@ -120,7 +119,7 @@ class Study:
         found, failed = [], []
         for point, order, compute in tasks:
             try:
-                found += [(point, e) for e in compute()]
+                found.append((point, compute()))
             except jax.errors.UnexpectedTracerError:
                 raise
             except Exception as error:
@@ -142,6 +141,9 @@ class Study:
         autodiff, settings = self.autodiff if dtype is None else self.autodiff.in_dtype(dtype), self.settings
         precision = self.reference.less_precise(*dtypes)
         return Judge(self.reference, autodiff, settings.tolerances, settings.kink_convention, precision)
+
+    def _names(self, order):
+        return self.reference.names if order else self.reference.result_names
 
     def _row(self, programs, verdict, reason=None, data=USER_DATA, order=1, dtype=None, argument="all", **found):
         row = functools.partial(CheckRow, self.name, programs.implementation, dtype or self.dtype, argument, order)
@@ -174,22 +176,25 @@ class Study:
         return rows
 
     def _compared(self, programs, judge, expected):
-        rows, dtypes, reference = [], programs.arguments.dtypes, self.reference
-        for point, e in expected:
+        rows, dtypes = [], programs.arguments.dtypes
+        for point, of_orders in expected:
             if point.name != USER_DATA and any(map(is_broken, rows)):
                 return rows
-            names = reference.names if e.order else reference.result_names
+            order = of_orders[0].order
             try:
-                for i, (name, a) in enumerate(zip(names, programs.at(point, e.order), strict=True)):
-                    if e.order == 1 and a.dtype != dtypes[i]:
-                        reference.notes.append(f"the gradient of {name} is {a.dtype}; wants {dtypes[i]}, as {name}")
-                    if point.of is None or point.of == i or e.order == 0:
-                        rows.append(self._judged(programs, judge, point, e, i, a, name, point.name))
+                for e, arrays in zip(of_orders, programs.at(point, *(e.order for e in of_orders)), strict=True):
+                    order = e.order
+                    for i, (name, a) in enumerate(zip(self._names(order), arrays, strict=True)):
+                        if order == 1 and a.dtype != (wanted := dtypes[i]):
+                            self.reference.notes.append(
+                                f"the gradient of {name} is {a.dtype}; wants {wanted}, as {name}"
+                            )
+                        if point.of is None or point.of == i or order == 0:
+                            rows.append(self._judged(programs, judge, point, e, i, a, name, point.name))
             except Exception as error:
                 verdict = "failed" if programs is not self.autodiff else "inconclusive"
-                return [*rows, self._row(programs, verdict, _named(error), point.name, e.order, dtypes[0].name)]
-            if e.order:
-                self.settings.progress.show(f"{dtypes[0].name}, order {e.order}, {point.name}")
+                return [*rows, self._row(programs, verdict, _named(error), point.name, order, dtypes[0].name)]
+            self.settings.progress.show(f"{dtypes[0].name}, order {order}, {point.name}")
         return rows
 
     def _in_dtype(self, programs, dtype, points):
@@ -206,7 +211,7 @@ class Study:
         except Exception as error:
             return [skipped(_named(error))]
         points = [point.rounded(changed.arguments.dtypes, results) for point in points]
-        return self._compared(changed, judge, [(point, e) for point in points for e in self._at(point)])
+        return self._compared(changed, judge, [(point, self._at(point)) for point in points])
 
     def _transformed(self, programs, judge, own, of_one):
         """Compare an implementation under `jit` with the same implementation outside `jit`, under transformations, and
@@ -248,8 +253,7 @@ class Study:
             return [self._row(programs, "failed" if wrong else "skipped", _named(error), name)]
         try:
             for point, arrays in zip(points, found, strict=True):
-                jitted = [programs.at(point, order) for order in (0, 1)]
-                names = [reference.result_names, reference.names]
+                jitted, names = programs.at(point, 0, 1), [self._names(0), self._names(1)]
                 if same:
                     jitted[1], names[1] = [sum(np.asarray(jitted[1][i], np.float64) for i in same)], [point.name]
                 compared = [(order, i) for order in (0, 1) for i in range(len(jitted[order]))]
@@ -263,7 +267,7 @@ class Study:
                     rows.append(self._judged(programs, judge, point, e, i, a, names[order][i], name))
         except Exception as error:
             return [self._row(programs, "inconclusive", _named(error), name)]
-        elements = sum(flat(a).size for a in found)
+        elements = sum(a.size for arrays in found for a in arrays)
         return rows or [self._row(programs, "ok", data=name, against="jit", elements=elements)]
 
     def _with_other_integers(self, programs, own, integers):
@@ -288,7 +292,7 @@ class Study:
             if not right:
                 study = Study(self.op, self.arguments.with_integers(changed), self.options, self.settings)
                 point = dataclasses.replace(own, name=name, kinks=True, maybe_undefined=True)
-                expected = [(point, e) for e in study.reference.first_orders(point, self.steps, self.most)]
+                expected = [(point, study.reference.first_orders(point, self.steps, self.most))]
                 rows += study._compared(study._programs(programs.implementation), study._judge(), expected)
             elif elements:
                 rows.append(self._row(programs, "ok", data=name, against="autodiff", elements=elements))
