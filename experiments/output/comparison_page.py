@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxbp.verify import Comparison
-from jaxbp.verify.comparison import colour, printed, section
+from jaxbp.verify.comparison import color, printed, section
 
 Report = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ def _draw_curves(axes: Axes, report: Report) -> None:
         # Equal curves overlap, so the reference is a broad line below.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
-        axes.plot(_steps(curve), _line(curve), color=colour(name), label=name, **style)
+        axes.plot(_steps(curve), _line(curve), color=color(name), label=name, **style)
     axes.set_title("training loss by step")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
@@ -92,7 +92,7 @@ def _draw_distances(axes: Axes, report: Report) -> None:
         distance = np.abs(_line(curve) - _line(reference))
         if (distance > 0).any():
             shown = np.where(distance > 0, distance, np.nan)
-            axes.plot(_steps(curve), shown, color=colour(name), label=name, linewidth=1.2, marker=".", markersize=3)
+            axes.plot(_steps(curve), shown, color=color(name), label=name, linewidth=1.2, marker=".", markersize=3)
             axes.set_yscale("log")
     axes.set_xlim(0, len(reference) + 1)
     axes.set_title(f"distance of the loss from {report['reference']}'s")

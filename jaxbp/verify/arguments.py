@@ -46,7 +46,6 @@ class Arguments:
 
     @functools.cached_property
     def dtypes(self) -> list[np.dtype]:
-        """The dtypes of `floats`."""
         return [a.dtype for a in self.floats]
 
     def with_integers(self, integers: Sequence[Any]) -> "Arguments":

@@ -13,16 +13,7 @@ from jaxbp.verify.arguments import bind, name_of, require_function, require_seve
 from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
 from jaxbp.verify.derivatives import along, in_a_mode, in_numpy, scale_of, value_and_gradients
 from jaxbp.verify.interpreter import lifted, traced
-from jaxbp.verify.judge import (
-    KINK_RTOL,
-    NEIGHBORS,
-    TOLERANCES,
-    Tolerance,
-    allowed,
-    excess_and_difference,
-    is_as_exact,
-    is_between,
-)
+from jaxbp.verify.judge import KINK_RTOL, NEIGHBORS, TOLERANCES, allowed, excess_and_difference, is_as_exact, is_between
 from jaxbp.verify.points import generator
 from jaxbp.verify.timing import compile_program, device_seconds
 
@@ -173,13 +164,7 @@ def _one_after_another(function: Callable, calls: int, results: Any, *arguments:
     return lax.scan(call, jax.tree.map(jnp.zeros_like, results), length=calls)[0]
 
 
-def _difference_from(
-    results: Mapping[str, Sequence[Any]],
-    functions: Mapping[str, Sequence[Callable]],
-    data: Data,
-    chosen: Sequence[int],
-    tolerance: Tolerance,
-) -> Callable[[str, int, str, Any], Difference]:
+def _difference_from(results, functions, data, chosen, tolerance):
     """Return a function that compares arrays with the `results` of the reference, as computed and in float64."""
     mode = jax.config.jax_enable_x64
 

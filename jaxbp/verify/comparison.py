@@ -18,7 +18,7 @@ from rich.text import Text
 
 KINDS = ("value", "gradient", "hessian product")
 WIDTH, BAR_WIDTH = 140, 60
-COLOURS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
+COLORS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
 _STYLE = """
 :root { color-scheme: light dark; --soft: #57606a; }
 @media (prefers-color-scheme: dark) { :root { --soft: #9ea7b3; } }
@@ -196,7 +196,7 @@ class Comparison:
         values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
         largest = max(value for *_, value in values) or 1
         for implementation, kind, value in values:
-            bar = Text("█" * round(BAR_WIDTH * value / largest), style=colour(implementation))
+            bar = Text("█" * round(BAR_WIDTH * value / largest), style=color(implementation))
             bars.add_row(f"{implementation}, {kind}", bar, f"{value / size:,.2f} {unit}")
         return bars
 
@@ -285,5 +285,5 @@ def show(console: Console, *parts: RenderableType) -> None:
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def colour(implementation: str | None) -> str:
-    return COLOURS.get(implementation, "#a371f7")
+def color(implementation: str | None) -> str:
+    return COLORS.get(implementation, "#a371f7")

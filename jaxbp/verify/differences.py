@@ -79,7 +79,7 @@ def differences(moved: Callable, eps: float = EPS, **compiling: Any) -> Callable
         sizes, c = [a.size for a in point.values], flat(point.cotangents)
         # One number, because all arguments share one program.
         at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
-        x, first, found = point.values[argument].ravel()[indices], sum(sizes[:argument]), []
+        first, found = sum(sizes[:argument]), []
 
         def results(*replaced):
             padded = (np.resize(a, 2 * at_once) for a in replaced)
@@ -87,25 +87,24 @@ def differences(moved: Callable, eps: float = EPS, **compiling: Any) -> Callable
 
         with float64():
             y = results(np.array([-1]), np.zeros(1))[0]
+            error = 8 * eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0)
             for start in range(0, len(indices), at_once):
-                part = slice(start, start + at_once)
-                upper, lower = x[part] + steps[part], x[part] - steps[part]
-                moved_to = results(np.repeat(first + indices[part], 2), np.stack([upper, lower], axis=1).ravel())
-                found.append(_slopes(c, y, moved_to[::2], moved_to[1::2], x[part], upper, lower, eps))
+                which, step = indices[start : start + at_once], steps[start : start + at_once]
+                x = point.values[argument].ravel()[which]
+                ends = np.stack([x + step, x - step], axis=1)
+                of_ends = results(np.repeat(first + which, 2), ends.ravel())
+                y_upper, y_lower, (upper, lower) = of_ends[::2], of_ends[1::2], ends.T[..., None]
+                # In NumPy, because XLA would compile this arithmetic for every function.
+                right, left = c * (y_upper - y) / (upper - x[:, None]), c * (y - y_lower) / (x[:, None] - lower)
+                low, high = np.minimum(left, right).sum(axis=1), np.maximum(left, right).sum(axis=1)
+                width = (upper - lower)[:, 0]
+                noise = error / width * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
+                noise = noise, error / width * np.sum(np.abs(c))
+                central = (y_upper - y_lower) @ c / width
+                found.append((central, low, high, right.sum(axis=1), left.sum(axis=1), *noise))
         return Slopes(*np.concatenate(found, axis=1))
 
     return slopes
-
-
-def _slopes(c, y, y_upper, y_lower, x, upper, lower, eps):
-    # In NumPy, because XLA would compile this arithmetic for every function.
-    x, upper, lower = (a[:, None] for a in (x, upper, lower))
-    rounding = 8 * eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0) / (upper - lower)[:, 0]
-    noise = rounding * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
-    right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
-    low, high = np.minimum(left, right).sum(axis=1), np.maximum(left, right).sum(axis=1)
-    central = (y_upper - y_lower) @ c / (upper - lower)[:, 0]
-    return central, low, high, right.sum(axis=1), left.sum(axis=1), noise, rounding * np.sum(np.abs(c))
 
 
 def confirmed(

@@ -290,31 +290,13 @@ def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
-    random = np.random.default_rng(0)
-    program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
-    run = lambda moved: [np.asarray(y) for y in evaluate(program, leaves, _floats_moved(moved))]  # noqa: E731
-
-    def change(equation, inputs, y):
-        if equation.primitive.name not in ROUNDED:
-            return y
-        return y * (1 + many * eps * random.choice((-1, 1), y.shape)).astype(y.dtype)
-
-    exactly = run(lambda equation, inputs, y: y)
+    random, run = np.random.default_rng(0), _with_rounding(function, args)
+    exactly = run(lambda equation, operands, y: y)
+    change = lambda equation, operands, y: y * (1 + many * eps * random.choice((-1, 1), y.shape)).astype(y.dtype)  # noqa: E731
     moved = [run(change) for _ in range(RUNS)]
     with np.errstate(invalid="ignore"):
         off = [[np.abs(m - y) for m in some] for y, *some in zip(exactly, *moved, strict=True)]
     return [np.max([np.where(np.isfinite(m), m, 0.0) for m in some], axis=0) / many for some in off]
-
-
-def _floats_moved(moved: Callable) -> Callable:
-
-    def rule(equation, inputs):
-        if (program := called(equation)) is not None:
-            return evaluate(program, inputs, rule)
-        results = bind(equation, inputs)
-        return [moved(equation, inputs, y) if jnp.issubdtype(y.dtype, jnp.floating) else y for y in results]
-
-    return rule
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
@@ -323,30 +305,48 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
     In the other runs, the result of each operation changes at random by at most `roundings` rounding errors of `dtype`.
     Equal operands give equal changes, so that ties remain.
     """
-    program = jax.make_jaxpr(function)(*args)
-    leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
     by = roundings * float(jnp.finfo(dtype).eps)
     narrow = np.float32 if jnp.dtype(dtype) == np.float64 else dtype
 
-    def moved(seed, equation, operands, y):
-        if seed == 0 or equation.primitive.name not in ROUNDED:
+    def change(seed, equation, operands, y):
+        if seed == 0:
             return y
-        is_float = [jnp.issubdtype(variable.aval.dtype, jnp.floating) for variable in equation.invars]
+        avals = [variable.aval for variable in equation.invars]
         mixed = [
-            _mixed(seed, a).astype(variable.aval.dtype) if floating else a
-            for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
+            _mixed(seed, a).astype(aval.dtype) if _is_float(aval) else a
+            for a, aval in zip(operands, avals, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
         # Sums of equal operands in another order differ in their last bits, which rounding to float32 removes.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
-        for a in itertools.compress(operands, is_float):
+        for a in itertools.compress(operands, map(_is_float, avals)):
             short = _is_short(a, narrow)
             exact &= short if short.shape == y.shape else short.all()
         return y * np.where(exact, 1, 1 + by * (4 * share - 3)).astype(y.dtype)
 
-    found = [evaluate(program, leaves, _floats_moved(functools.partial(moved, seed))) for seed in range(1 + runs)]
+    run = _with_rounding(function, args)
+    found = [run(functools.partial(change, seed)) for seed in range(1 + runs)]
     return [np.stack(each) for each in zip(*found, strict=True)]
+
+
+def _with_rounding(function, args):
+    """Return a function that runs `function(*args)`, and replaces each rounded number y by
+    `change(equation, operands, y)`."""
+    program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
+
+    def run(change):
+        def rule(equation, operands):
+            if (inner := called(equation)) is not None:
+                return evaluate(inner, operands, rule)
+            results = bind(equation, operands)
+            if equation.primitive.name not in ROUNDED:
+                return results
+            return [change(equation, operands, y) if _is_float(y) else y for y in results]
+
+        return [np.asarray(y) for y in evaluate(program, leaves, rule)]
+
+    return run
 
 
 def _is_short(a, narrow):

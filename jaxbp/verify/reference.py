@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxbp.verify import interpreter
 from jaxbp.verify.arguments import Arguments, bind, name_of, takes_implementation
 from jaxbp.verify.derivatives import (
     Arrays,
     Derivatives,
-    Function,
     evenly,
     flat,
     float64,
@@ -24,19 +24,6 @@ from jaxbp.verify.derivatives import (
     value_and_gradients,
 )
 from jaxbp.verify.differences import EPS, STOP, Slopes, confirmed, decided, differences, held
-from jaxbp.verify.interpreter import (
-    CannotLiftError,
-    equations,
-    has,
-    has_custom_rules,
-    lifted,
-    narrowest,
-    rounded_otherwise,
-    rounding,
-    stops_by_value,
-    traced_in,
-    without_custom_rules,
-)
 from jaxbp.verify.points import Point
 
 MOST_NOT_FINITE = 64
@@ -79,7 +66,7 @@ class Reference:
     ):
         self.names, self._arguments = arguments.float_names, arguments.floats
         self.symmetric = [is_symmetric(np.asarray(a, np.float64)) for a in arguments.floats]
-        forward, self.results, is_autodiff, refused = plain_forward(op, arguments, options)
+        forward, self.results, is_autodiff, refused = _plain_forward(op, arguments, options)
         self.result_names = ["value"] if len(self.results) == 1 else [f"value {i}" for i in range(len(self.results))]
         self.function = moved = forward
         if gradient_of is not None:
@@ -90,7 +77,7 @@ class Reference:
                     f"check: gradient_of={name_of(gradient_of)} has results of shapes {shapes}; wants {wanted}, as the "
                     "op's results"
                 )
-            self.function = with_gradient_of(forward, moved)
+            self.function = _with_gradient_of(forward, moved)
         trace = _traced_in_float64 if refused is None else lambda f, *args: jax.make_jaxpr(f)(*args)
         program, of_forward = trace(moved, *arguments.floats), trace(forward, *arguments.floats)
         if _signature(program) != _signature(trace(lambda *values: moved(*values), *arguments.floats)):
@@ -98,22 +85,22 @@ class Reference:
                 f"check: {name_of(op)} is not pure: two traces of it differ; wants a function whose result depends "
                 "on its arguments only"
             )
-        has_rules = has_custom_rules(of_forward)
+        has_rules = interpreter.has_custom_rules(of_forward)
         self.independent = is_autodiff or gradient_of is not None or not has_rules
         self.constants = _constants(jax.make_jaxpr(moved)(*arguments.floats))
         self._eps, self.notes, self._transform = EPS, [], lambda program: program
         if not (has_rules or takes_implementation(op)):
             self.notes.append(f"{name_of(op)} has no custom rule, so the check compares JAX's autodiff")
-        if stops_by_value(program):
+        if interpreter.stops_by_value(program):
             self._eps = float(jnp.finfo(np.float32).eps)
             self.notes.append("a condition on numbers stops a while_loop; finite differences take larger steps")
         programs = [program, of_forward]
         if not self.independent:
             with contextlib.suppress(Exception):  # no reverse mode
                 programs.append(trace(value_and_gradients(forward), arguments.floats, self.results))
-        if (dtype := narrowest(*programs)) is not None and dtype != np.float64:
+        if (dtype := interpreter.narrowest(*programs)) is not None and dtype != np.float64:
             self._lift(op, dtype, refused)
-        self._stops, transform = has(program, STOP), self._transform
+        self._stops, transform = interpreter.has(program, STOP), self._transform
         self._compiling = compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
         results = transform(moved)
@@ -123,10 +110,10 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lift(self, op, dtype, refused):
-        transform = lifted
+        transform = interpreter.lifted
         if refused is not None:
-            trace = traced_in([a.dtype for a in self._arguments], [y.dtype for y in self.results])
-            transform = functools.partial(lifted, trace=trace)
+            trace = interpreter.traced_in([a.dtype for a in self._arguments], [y.dtype for y in self.results])
+            transform = functools.partial(interpreter.lifted, trace=trace)
         try:
             _traced_in_float64(transform(value_and_gradients(self.function)), self._arguments, self.results)
         except Exception as error:
@@ -134,7 +121,7 @@ class Reference:
                 raise TypeError(
                     f"check: {name_of(op)} does not take float64, which the reference needs: {refused}"
                 ) from error
-            reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
+            reason = str(error) if isinstance(error, interpreter.CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
             self.notes.append(
                 f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
@@ -145,14 +132,16 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(without_custom_rules(self.function), transform=self._transform, **self._compiling)
+        return Derivatives(
+            interpreter.without_custom_rules(self.function), transform=self._transform, **self._compiling
+        )
 
     def _less_precise(self, *dtypes: np.dtype) -> np.dtype | None:
         """Return the dtype in which the forward computes if it is less precise than its arguments, in `dtypes`."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         try:
-            narrow = narrowest(jax.make_jaxpr(self.function)(*shapes))
+            narrow = interpreter.narrowest(jax.make_jaxpr(self.function)(*shapes))
         except Exception:  # the check of a dtype reports it
             return None
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
@@ -290,8 +279,8 @@ class Reference:
         with float64():
             run, arrays = self._derivatives.plain(order), _arrays(point)
             if order > 1:
-                return rounding(run, *arrays, dtype=dtype)
-            found, count = rounding(run, *arrays[:2], dtype=dtype), len(point.cotangents)
+                return interpreter.rounding(run, *arrays, dtype=dtype)
+            found, count = interpreter.rounding(run, *arrays[:2], dtype=dtype), len(point.cotangents)
             return found[count:] if order else found[:count]
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
@@ -300,14 +289,14 @@ class Reference:
         `parts` has the cotangents, as one array `(n, *y.shape)` per result y. Return one array
         `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
-        function = self.function if self.independent else without_custom_rules(self.function)
+        function = self.function if self.independent else interpreter.without_custom_rules(self.function)
 
         def gradients(values, parts):
             y, vjp = jax.vjp(function, *values)
             return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():
-            return rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
+            return interpreter.rounded_otherwise(self._transform(gradients), list(values), list(parts), **settings)
 
     def jumps(
         self, order: int, i: int, point: Point, ends: Sequence[Arrays], indices: np.ndarray, halvings: int
@@ -350,9 +339,7 @@ def _arrays(point):
     return list(point.values), list(point.cotangents), list(point.directions)
 
 
-def plain_forward(
-    op: Callable, arguments: Arguments, options: Mapping[str, Any]
-) -> tuple[Function, list[Any], bool, Exception | None]:
+def _plain_forward(op, arguments, options):
     """Return the op's first implementation that takes float64, the shapes and dtypes of its results, whether its name
     is "autodiff", and JAX's error if it cannot be traced in 64-bit mode."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
@@ -377,8 +364,7 @@ def plain_forward(
     )
 
 
-def with_gradient_of(forward: Function, surrogate: Function) -> Function:
-
+def _with_gradient_of(forward, surrogate):
     @jax.custom_jvp
     def function(*values):
         return forward(*values)
@@ -399,12 +385,12 @@ def _traced_in_float64(function: Callable, *args: Any) -> Any:
 
 def _signature(program):
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
-    return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
+    return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in interpreter.equations(program)]
 
 
 def _constants(program: Any) -> list[float]:
     found = set()
-    for equation in equations(program):
+    for equation in interpreter.equations(program):
         for variable in equation.invars:
             value = getattr(variable, "val", None)
             if value is not None and np.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.floating):
