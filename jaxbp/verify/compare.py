@@ -13,7 +13,16 @@ from jaxbp.verify.arguments import bind, name_of, require_function, require_seve
 from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
 from jaxbp.verify.derivatives import along, in_a_mode, in_numpy, scale_of, value_and_gradients
 from jaxbp.verify.interpreter import lifted, traced
-from jaxbp.verify.judge import KINK_RTOL, NEIGHBORS, TOLERANCES, allowed, excess_and_difference, is_as_exact, is_between
+from jaxbp.verify.judge import (
+    KINK_RTOL,
+    NEIGHBORS,
+    TOLERANCES,
+    allowed,
+    close,
+    excess_and_difference,
+    is_as_exact,
+    is_between,
+)
 from jaxbp.verify.points import generator
 from jaxbp.verify.timing import compile_program, device_seconds
 
@@ -194,14 +203,12 @@ def _difference_from(results, functions, data, chosen, tolerance):
 
     def mistakes(kind, i, a, reference):
         """Return a mask of the wrong elements of `a`, and the expected array."""
-        wrong = excess_and_difference(a, reference, tolerance)[0] > 1
-        if not wrong.any():
-            return wrong, reference
+        wrong = ~close(a, reference, tolerance)
         try:
-            e = in_float64(kind)[i]
+            e = in_float64(kind)[i] if wrong.any() else reference
         except Exception:  # such as the error of a callback in float32
             return wrong, reference
-        wrong = excess_and_difference(a, e, tolerance)[0] > 1
+        wrong = ~close(a, e, tolerance)
         if wrong.any():
             with np.errstate(invalid="ignore"):
                 off = np.abs(reference - e)

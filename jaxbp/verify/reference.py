@@ -50,6 +50,7 @@ class Reference:
     """Expected results and derivatives of an op, computed from its forward in float64.
 
     Attributes:
+      function, plain: the forward, and the forward without custom rules.
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
       constants: numbers in the forward at which it may have kinks.
       symmetric: whether each floating argument is symmetric.
@@ -103,6 +104,10 @@ class Reference:
         self._stops, transform = interpreter.has(program, STOP), self._transform
         self._compiling = compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
+        self.plain, self._of_plain = self.function, self._derivatives
+        if not self.independent:
+            self.plain = interpreter.without_custom_rules(self.function)
+            self._of_plain = Derivatives(self.plain, transform=transform, **compiling)
         results = transform(moved)
         moved_from = held(results) if self._stops else lambda moved, base: results(*moved)
         self._slopes = differences(moved_from, self._eps, **compiling)
@@ -130,12 +135,6 @@ class Reference:
             self.notes.append(f"computes in {dtype.name}; the reference runs the same program in float64")
             self._transform = transform
 
-    @functools.cached_property
-    def _without_custom_rules(self) -> Derivatives:
-        return Derivatives(
-            interpreter.without_custom_rules(self.function), transform=self._transform, **self._compiling
-        )
-
     def _less_precise(self, *dtypes: np.dtype) -> np.dtype | None:
         """Return the dtype in which the forward computes if it is less precise than its arguments, in `dtypes`."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
@@ -153,8 +152,7 @@ class Reference:
         return in_float64(self._derivatives, order, *_arrays(point))
 
     def by_rules_of_jax(self, order: int, point: Point) -> Arrays:
-        derivatives = self._derivatives if self.independent else self._without_custom_rules
-        return in_float64(derivatives, order, *_arrays(point))
+        return in_float64(self._of_plain, order, *_arrays(point))
 
     def at_integers(self, programs: Any, point: Point, integers: Sequence[Any]) -> Arrays:
         """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
@@ -289,10 +287,9 @@ class Reference:
         `parts` has the cotangents, as one array `(n, *y.shape)` per result y. Return one array
         `(1 + settings["runs"], n, *x.shape)` per argument x. Index 0 of axis 0 has the exact gradients.
         """
-        function = self.function if self.independent else interpreter.without_custom_rules(self.function)
 
         def gradients(values, parts):
-            y, vjp = jax.vjp(function, *values)
+            y, vjp = jax.vjp(self.plain, *values)
             return jax.vmap(lambda *parts: vjp([c.astype(a.dtype) for c, a in zip(parts, y, strict=True)]))(*parts)
 
         with float64():

@@ -13,7 +13,6 @@ import numpy as np
 from jaxbp.pairing import Implementation
 from jaxbp.verify import points as at
 from jaxbp.verify.arguments import Arguments, is_float, name_of, takes_implementation
-from jaxbp.verify.interpreter import without_custom_rules
 from jaxbp.verify.judge import NOT_FINITE, Judge, Tolerance, close
 from jaxbp.verify.points import LEVELS, LEVELS_OF_SEVERAL, USER_DATA, Point
 from jaxbp.verify.programs import WRAPPERS, Programs
@@ -56,11 +55,8 @@ class Study:
         least, most = MOST_ELEMENTS
         self.most = settings.most_elements or max(least, min(most, WORK // max(1, self.size)))
         self.is_autodiff = reference.independent and settings.gradient_of is None
-        implementation = function = None
-        if self.is_autodiff:
-            implementation = "autodiff" if takes_implementation(op) else None
-        else:
-            function = reference.function if settings.gradient_of else without_custom_rules(reference.function)
+        implementation = "autodiff" if self.is_autodiff and takes_implementation(op) else None
+        function = None if self.is_autodiff else reference.plain
         self.autodiff = Programs(op, arguments, options, implementation, function)
         self._at_integers = {}
 
