@@ -115,19 +115,18 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
     """
     if not takes_implementation(function):
         return function
-    arguments = take_apart(function, args)
-    try:
-        jax.eval_shape(arguments.of_floats(bind(function, "autodiff", options)), *arguments.floats)
-    except NotImplementedError:
-        return function
-    except Exception:
-        default = functools.partial(function, implementation=None)
+    arguments, default = take_apart(function, args), functools.partial(function, implementation=None)
+
+    def error(function, implementation):
         try:
-            jax.eval_shape(arguments.of_floats(bind(default, None, options)), *arguments.floats)
-        except Exception:  # the check reports any other error
-            return function
-        return default
-    return function
+            jax.eval_shape(arguments.of_floats(bind(function, implementation, options)), *arguments.floats)
+        except Exception as error:
+            return error
+
+    refused = error(function, "autodiff")
+    if refused is None or isinstance(refused, NotImplementedError) or error(default, None):
+        return function  # the check reports any error of the default
+    return default
 
 
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:

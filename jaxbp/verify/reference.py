@@ -308,23 +308,25 @@ class Reference:
         if (order, i) not in self._jumps:
             run = self._derivatives.plain(order)
 
-            def jump(values, others, halvings, end, index):
-                def slope(t):
-                    found = run([a + t * (b - a) for a, b in zip(values, end, strict=True)], *others)
-                    return (found if order > 1 else found[1])[i].ravel()[index]
-
-                def halve(_, state):
-                    t0, g0, t1, g1 = state
-                    t = (t0 + t1) / 2
-                    left = jnp.abs((g := slope(t)) - g0) >= jnp.abs(g1 - g)
-                    return tuple(jnp.where(left, a, b) for a, b in ((t0, t), (g0, g), (t, t1), (g, g1)))
-
-                start = (0.0, slope(0.0), 1.0, slope(1.0))
-                _, before, _, after = lax.fori_loop(0, halvings, halve, start)
-                return after - before
-
             def all_jumps(values, others, halvings, ends, indices):
-                return lax.map(lambda of: jump(values, others, halvings, *of), (ends, indices))
+                def jump(line):
+                    end, index = line
+
+                    def slope(t):
+                        found = run([a + t * (b - a) for a, b in zip(values, end, strict=True)], *others)
+                        return (found if order > 1 else found[1])[i].ravel()[index]
+
+                    def halve(_, state):
+                        t0, g0, t1, g1 = state
+                        t = (t0 + t1) / 2
+                        left = jnp.abs((g := slope(t)) - g0) >= jnp.abs(g1 - g)
+                        return tuple(jnp.where(left, a, b) for a, b in ((t0, t), (g0, g), (t, t1), (g, g1)))
+
+                    start = (0.0, slope(0.0), 1.0, slope(1.0))
+                    _, before, _, after = lax.fori_loop(0, halvings, halve, start)
+                    return after - before
+
+                return lax.map(jump, (ends, indices))
 
             self._jumps[order, i] = jax.jit(all_jumps)
         values, *others = _arrays(point) if order > 1 else _arrays(point)[:2]

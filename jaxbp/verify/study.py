@@ -1,4 +1,8 @@
-"""The rows of `check` for an op with one set of arguments and options."""
+"""The rows of `check` for an op with one set of arguments and options.
+
+The user's data and added data are points (`points`). At each point, `Programs` computes the results and gradients of an
+implementation, `Reference` the expected numbers, and `Judge` the verdict on their differences.
+"""
 
 import dataclasses
 import functools
