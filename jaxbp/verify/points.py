@@ -3,9 +3,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from numpy.random import Generator as Random
 
 from jaxbp.verify.derivatives import Arrays, evenly, is_symmetric, scale_of
 
@@ -63,28 +65,23 @@ def rounded(a: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return np.asarray(np.asarray(a).astype(dtype), np.float64)
 
 
-def generator(seed: int) -> np.random.Generator:
+def generator(seed: int) -> Random:
     """Return a generator that differs from a user's generator with the same seed."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
+    return Random(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
-def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def normal(random: Random, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return rounded(random.standard_normal(shape), dtype)
 
 
-def direction(random: np.random.Generator, a: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def direction(random: Random, a: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return a random direction of the size of `a`, which is symmetric if `a` is."""
     moved = normal(random, a.shape, dtype) * scale_of(a)
     return (moved + np.swapaxes(moved, -1, -2)) / 2 if is_symmetric(a) else moved
 
 
 def points(
-    own: Point,
-    names: Sequence[str],
-    kinks: Sequence[float],
-    added: Sequence[str],
-    half: bool,
-    random: np.random.Generator,
+    own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], half: bool, random: Random
 ) -> Iterator[Point]:
     """Yield the user's data `own`, and then changed copies of it for each name in `added` (see `check`).
 
@@ -143,9 +140,7 @@ def sizes_of(names: Collection[str]) -> list[int]:
     return [size if name in names else 1 for name, (size, *_) in LEVELS.items()]
 
 
-def other_integers(
-    arrays: Sequence[tuple[np.ndarray, bool]], random: np.random.Generator
-) -> Iterator[tuple[str, list[np.ndarray]]]:
+def other_integers(arrays: Sequence[tuple[Any, bool]], random: Random) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield names and changed copies of integer and boolean arrays, with numbers in the range of each array.
 
     `arrays` says whether each array may change. An array that is sorted along its last axis stays sorted, and a
@@ -276,7 +271,7 @@ def _very_negative(a: np.ndarray) -> np.ndarray:
     return a if (a >= 0).all() else a - scale_of(a) - NEGATIVE
 
 
-def large(a: np.ndarray, random: np.random.Generator, exponents: tuple[float, float] = LARGE) -> np.ndarray:
+def large(a: np.ndarray, random: Random, exponents: tuple[float, float] = LARGE) -> np.ndarray:
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)
