@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import bind, name_of, require_function, require_several, take_apart
@@ -28,9 +28,6 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
 """Calls per timed program on a GPU, which does not wait for the host between them."""
-
-Data = tuple[list[Array], list[Array], list[Array]]
-"""Arguments, cotangents, and a direction of the differentiated arguments."""
 
 
 def compare(
@@ -96,9 +93,9 @@ def compare(
 
 
 def _derivatives(function: Callable, chosen: Sequence[int]) -> Mapping[str, Sequence[Callable]]:
-    """Return, for each kind of result, functions of `Data`, the first of which has forward mode if there are two.
+    """Return, for each kind of result, functions of arguments, cotangents, and a direction of the chosen arguments.
 
-    `function` maps a list of arrays to results. `chosen` has the indices of the differentiated arrays.
+    `function` maps a list of arrays to results. The first of two functions uses forward mode.
     """
 
     def of_chosen(leaves):

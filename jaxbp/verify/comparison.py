@@ -145,12 +145,26 @@ class Comparison:
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
         """Return an HTML page. `before` and `after` are HTML around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
-        parts = [
-            section("Time", printed(self._bars("µs", "microseconds", 1))),
-            section("Memory", printed(self._bars("MiB", "peak_bytes", 2**20))),
-            section("Numbers", printed(*self._tables())),
-        ]
-        return page(f"{self.function}: {names}", self.verdict, [self.device, *notes], before, *parts, after)
+        title = escape(f"{self.function}: {names}")
+        lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in self.verdict)
+        time, memory = self._bars("µs", "microseconds", 1), self._bars("MiB", "peak_bytes", 2**20)
+        sections = {"Time": [time], "Memory": [memory], "Numbers": self._tables()}
+        sections = "".join(section(name, printed(*parts)) for name, parts in sections.items())
+        return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>{title}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{lines}<p>{escape("; ".join([self.device, *notes]))}</p>
+{before}{sections}{after}
+</body>
+</html>
+"""
 
     def _verdict(self, reference: Measured, one: Measured) -> str:
         if one.missing:
@@ -249,25 +263,6 @@ def _spread(reference: Program, one: Program, faster: bool) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
-
-
-def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-{lines}<p>{escape("; ".join(notes))}</p>
-{"".join(parts)}
-</body>
-</html>
-"""
 
 
 def section(title: str, body: str) -> str:

@@ -43,10 +43,6 @@ class Slopes:
     noise: np.ndarray
     noise_of_all: np.ndarray
 
-    @property
-    def steepest(self) -> np.ndarray:
-        return np.maximum(np.abs(self.right), np.abs(self.left))
-
 
 def differences(moved: Callable, eps: float = EPS, **compiling: Any) -> Callable[..., Slopes]:
     """Return a function that computes finite differences with respect to elements of an op's arguments.
@@ -131,6 +127,7 @@ def confirmed(
         step, g = steps[which] / STEP_DIVISOR**k, autodiff[which]
         slopes = look(which, step)
         slope, noise = slopes.central, slopes.noise
+        steep = np.maximum(np.abs(slopes.right), np.abs(slopes.left))
         size = np.maximum(np.abs(slope), np.abs(g))
         sharp = noise <= 0.01 * size
         agrees = np.abs(slope - g) <= rtol * size + 4 * noise
@@ -141,13 +138,13 @@ def confirmed(
             same = np.abs(slope - last) <= 100 * rtol * size + 4 * noise
             same &= (slopes.high - slopes.low <= 1e-2 * size + 8 * noise) & sharp & ~agrees
             same &= np.abs(slope - g) > 10 * np.abs(slope - last) + 8 * slopes.noise_of_all
-            same &= slopes.steepest <= GROWTH * steepest[which] + 8 * noise
+            same &= steep <= GROWTH * steepest[which] + 8 * noise
             if same.any():
                 same &= np.abs(slope - g) > 4 * error() / step
             expected[which[same]], contradicted[which[same]] = slope[same], True
             open_[which[same]] = False
         before, steepest = np.full((2, *autodiff.shape), np.nan)
-        before[which], steepest[which] = slope, slopes.steepest
+        before[which], steepest[which] = slope, steep
         open_[which[agrees]] = False
     return expected, contradicted, agreed
 

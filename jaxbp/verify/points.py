@@ -110,7 +110,7 @@ def points(
     if "large" in added:
         changes["large"] = lambda a: large(a, random)
         changes["very large"] = lambda a: large(a, random, VERY_LARGE)
-        changes["very negative"] = _very_negative
+        changes["very negative"] = lambda a: a if (a >= 0).all() else a - scale_of(a) - NEGATIVE
     for change, (i, name) in itertools.product(changes, enumerate(names)):
         where = f"{change} {name}" if len(names) > 1 else change
         moved = each(own, where, changes[change], {i})
@@ -265,10 +265,6 @@ def _small(a: np.ndarray) -> np.ndarray:
         return small
     is_subnormal = (small != 0) & (np.abs(small) < LEAST_NORMAL)
     return np.where(is_subnormal, np.copysign(LEAST_NORMAL, small), small)
-
-
-def _very_negative(a: np.ndarray) -> np.ndarray:
-    return a if (a >= 0).all() else a - scale_of(a) - NEGATIVE
 
 
 def large(a: np.ndarray, random: Random, exponents: tuple[float, float] = LARGE) -> np.ndarray:
