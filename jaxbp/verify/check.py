@@ -107,10 +107,11 @@ def check(
         implementations = IMPLEMENTATIONS if takes_implementation(op) else (None,)
     if gradient_of is not None:
         implementations, order = [name for name in implementations if name != "autodiff"], 1
-    rows, notes = [], []
-    with Progress(name_of(op)) as progress:
-        which = implementations, order, kinks, kink_convention, added, tolerances
-        settings = Settings(*which, most_elements, seed, gradient_of, progress)
+    rows, notes, progress = [], [], Progress(name_of(op))
+    settings = Settings(
+        implementations, order, kinks, kink_convention, added, tolerances, most_elements, seed, gradient_of, progress
+    )
+    with progress:
         for case, arguments, changed in _cases(op, args, options, cases):
             try:
                 found = _rows(op, arguments, changed, settings, notes)
