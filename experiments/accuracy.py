@@ -3,16 +3,22 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Case, Entry
-from jaxbp.verify.arguments import bind, is_float, take_apart
-from jaxbp.verify.derivatives import float64
+from jaxbp.verify.arguments import Arguments, bind, floats, take_apart
+from jaxbp.verify.derivatives import float64, value_and_gradients
 
 DTYPES = ("float32", "bfloat16", "float16")
 OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
@@ -62,42 +68,81 @@ class Accuracy:
 
 
 def accuracy(
-    cases: Mapping[str, tuple[Entry, Case]],
+    entry: Entry,
+    case: Case,
     implementations: Sequence[str] = ("pallas", "xla"),
     dtypes: Sequence[str] = DTYPES,
     offsets: Sequence[float] = OFFSETS,
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Draw each op's arguments `draws` times. Yield the errors of all results and gradients at all offsets and scales.
+    """Draw an op's arguments `draws` times. Yield the errors of all results and gradients at all offsets and scales.
 
     Leave out an offset and scale if values overflow, or if values of an `Argument` with `apart=True` become equal.
     """
-    drawn = _draw(cases, draws)
-    native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
+    arguments, drawn = _draw(entry, case, draws)
+    names = arguments.float_names
+    movable = [i for i, kind in enumerate(case.floats) if names[i] != "dy" and not kind.weights]
+    apart = [i for i, kind in enumerate(case.floats) if kind.apart]
+    # All movable arguments together, and each alone.
+    alone = {names[i]: [i] for i in movable}
+    moves = alone if len(movable) == 1 else {"all": movable} | alone
+
+    def of_floats(implementation):
+        return arguments.of_floats(bind(entry.function, implementation, case.options))
+
+    def program(implementation):
+        run = value_and_gradients(of_floats(implementation))
+
+        def named(values, cotangents):
+            results, gradients = run(values, cotangents)
+            named = {f"value {i}": a for i, a in enumerate(results)}
+            return named | {f"gradient in {name}": a for name, a in zip(names, gradients, strict=True)}
+
+        # The outer axis is for the changes of the arguments, the inner axis for the draws.
+        return jax.jit(jax.vmap(jax.vmap(named)), compiler_options={"xla_allow_excess_precision": False})
+
+    def moved(dtype):
+        places, values = [], []
+        for offset, scale, (name, which) in itertools.product(offsets, scales, moves.items()):
+            at = [offset + scale * a if i in which else a for i, a in enumerate(drawn)]
+            with np.errstate(over="ignore"):
+                at = [a.astype(dtype) for a in at]
+            if all(np.isfinite(a).all() for a in at) and all(_differ(at[i]) for i in apart):
+                places.append(Place(offset, scale, name))
+                values.append(at)
+        return places, [np.stack(same) for same in zip(*values, strict=True)]
+
+    def cotangents(dtype, places):
+        random = np.random.default_rng(0)
+        results = jax.eval_shape(of_floats("autodiff"), *arguments.floats)
+        dy = [random.standard_normal((draws, *y.shape)).astype(dtype) for y in results]
+        return [np.broadcast_to(a, (places, *a.shape)) for a in dy]
+
+    native, *programs = map(program, ("autodiff", *implementations))
     for dtype in dtypes:
-        places, arrays = {}, {}
-        for name, each in drawn.items():
-            places[name], values = each.moved(offsets, scales, dtype)
-            arrays[name] = values, each.cotangents(dtype, len(places[name]))
-        exact, reference = _in_float64(native, arrays), _numpy(native(arrays))
+        places, values = moved(dtype)
+        arrays = values, cotangents(dtype, len(places))
+        exact, reference = _in_float64(native, arrays), _numpy(native(*arrays))
         for implementation, run in zip(implementations, programs, strict=True):
-            actual = _numpy(run(arrays))
-            for name in cases:
-                compared = functools.partial(_compared, dtype, places[name], actual[name], reference[name], exact[name])
-                found = compared(exact[name])
-                if any(errors.excess > 1 for *_, errors in found):
-                    by_formula = _in_float64(_program({name: drawn[name]}, "xla"), {name: arrays[name]})
-                    found = compared(by_formula[name])
-                for result, place, errors in found:
-                    yield Accuracy(name, dtype, implementation, result, place, *errors)
+            compared = functools.partial(_compared, dtype, places, _numpy(run(*arrays)), reference, exact)
+            found = compared(exact)
+            if any(errors.excess > 1 for *_, errors in found):
+                found = compared(_in_float64(program("xla"), arrays))
+            for result, place, errors in found:
+                yield Accuracy(entry.name, dtype, implementation, result, place, *errors)
 
 
-def _program(drawn, implementation):
-    def run(arrays):
-        return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
+def _draw(entry: Entry, case: Case, draws: int) -> tuple[Arguments, list[np.ndarray]]:
+    """Return one draw of an op's arguments, and the floating arrays of all draws, each `(draws, *shape)`."""
 
-    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+    @jax.jit
+    def draw():
+        return case.draw(0), jax.vmap(lambda seed: floats(case.draw(seed)))(jnp.arange(draws))
+
+    with jax.default_prng_impl("rbg"):
+        arguments, values = draw()
+    return take_apart(entry.function, arguments), _numpy(values)
 
 
 def _compared(dtype, places, *results):
@@ -111,71 +156,11 @@ def _compared(dtype, places, *results):
 
 def _in_float64(run, arrays):
     with float64():
-        return _numpy(run(_numpy(arrays)))
+        return _numpy(run(*_numpy(arrays)))
 
 
 def _numpy(arrays):
     return jax.tree.map(lambda a: np.asarray(a, np.float64), arrays)
-
-
-def _draw(cases, draws):
-    @jax.jit
-    def draw():
-        seeds = jnp.arange(draws)
-        floats = lambda case, seed: [a for a in jax.tree.leaves(case.draw(seed)) if is_float(a)]  # noqa: E731
-        return {
-            name: (case.draw(0), jax.vmap(functools.partial(floats, case))(seeds)) for name, (_, case) in cases.items()
-        }
-
-    with jax.default_prng_impl("rbg"):
-        return {name: _Drawn(*cases[name], arguments, _numpy(values)) for name, (arguments, values) in draw().items()}
-
-
-class _Drawn:
-    def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
-        self.entry, self.case, self.values = entry, case, values
-        self.arguments = take_apart(entry.function, arguments)
-        named = list(zip(self.arguments.float_names, case.floats, strict=True))
-        self.movable = [i for i, (name, kind) in enumerate(named) if name != "dy" and not kind.weights]
-        self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
-
-    def function(self, implementation: str):
-        function = self._of_floats(implementation)
-
-        def named(values, cotangents):
-            results, vjp = jax.vjp(function, *values)
-            named = {f"value {i}": a for i, a in enumerate(results)}
-            gradients = zip(self.arguments.float_names, vjp(list(cotangents)), strict=True)
-            return named | {f"gradient in {name}": a for name, a in gradients}
-
-        return named
-
-    def _of_floats(self, implementation: str):
-        return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
-
-    def moved(self, offsets, scales, dtype):
-        """Shift and scale the `movable` arguments: all together, and each alone.
-
-        Return one `Place` per change, and all arguments after the changes, each `(places, draws, *shape)`. `accuracy`
-        says which changes are left out.
-        """
-        moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
-        places, values = [], []
-        for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
-            at = [offset + scale * a if i in which else a for i, a in enumerate(self.values)]
-            with np.errstate(over="ignore"):
-                at = [a.astype(dtype) for a in at]
-            if all(np.isfinite(a).all() for a in at) and all(_differ(at[i]) for i in self.apart):
-                name = self.arguments.float_names[which[0]] if len(which) == 1 else "all"
-                places.append(Place(offset, scale, name))
-                values.append(at)
-        return places, [np.stack(same) for same in zip(*values, strict=True)]
-
-    def cotangents(self, dtype, places):
-        results = jax.eval_shape(self._of_floats("autodiff"), *self.arguments.floats)
-        random = np.random.default_rng(0)
-        drawn = [random.standard_normal((len(self.values[0]), *y.shape)).astype(dtype) for y in results]
-        return [np.broadcast_to(a, (places, *a.shape)) for a in drawn]
 
 
 def _differ(values):
@@ -217,3 +202,78 @@ def _errors(dtype, actual, native, exact, by_formula):
 def _norms(a):
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)
+
+
+QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
+"""Fewer locations and draws, for convolutions and for kernels without a GPU."""
+MORE = 8
+"""The factor for the number of draws when a too large error is measured again."""
+FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
+
+
+def measure(
+    entries: Sequence[Entry],
+    implementations: Sequence[str],
+    dtypes: Sequence[str],
+    command: str,
+    console: Console,
+    path: Path | None = None,
+) -> bool:
+    """Print and save each op's worst error per dtype and implementation. Return whether all errors are allowed.
+
+    Do not repeat measurements that the file `path` has with an allowed error.
+    """
+    report = {**provenance(command), "passed": True, "rows": _kept(path)}
+    done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
+    without_gpu = jax.default_backend() != "gpu"
+    for entry in entries:
+        table = Table("op", "dtype", "implementation", "locations", "worst", "error", "autodiff error", "% of allowed")
+        for implementation in implementations:
+            slow = without_gpu and (implementation == "pallas" or entry.name.startswith(("conv1d", "conv2d")))
+            places = QUICK if slow else FULL
+            start = time.perf_counter()
+            taken = [dtype for dtype in dtypes if implementation != "pallas" or dtype in entry.kernel_dtypes]
+            taken = [dtype for dtype in taken if (entry.name, dtype, implementation) not in done]
+            if not taken:
+                continue
+            found = _found(entry, implementation, taken, **places)
+            seconds = time.perf_counter() - start
+            for dtype in taken:
+                row = worst([each for each in found if each.dtype == dtype], places["draws"])
+                report["rows"].append(row | {"seconds": round(seconds / len(taken), 2)})
+                table.add_row(entry.name, dtype, implementation, *cells(row))
+        if table.row_count:
+            console.print(table)
+        report["passed"] = all(row["excess"] <= 1 for row in report["rows"])
+        keep(report, path)
+    return report["passed"]
+
+
+def _kept(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text())["rows"] if row["excess"] <= 1]
+
+
+def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
+    run = functools.partial(accuracy, entry, entry.small, (implementation,))
+    found = []
+    for each in run(dtypes, offsets, scales, draws):
+        if each.excess > 1:
+            place = each.place
+            again = run((each.dtype,), (place.offset,), (place.scale,), MORE * draws)
+            (each,) = (a for a in again if (a.place, a.result) == (place, each.result))
+        found.append(each)
+    return found
+
+
+def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
+    most = max(found, key=lambda each: each.excess)
+    row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
+    return finite(row, lambda infinite: 1e300)  # larger than any finite error
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    place = row["place"]
+    where = f"{row['result']}, {place['offset']:g} + {place['scale']:g} {place['argument']}"
+    return str(row["places"]), where, f"{row['error']:.1e}", f"{row['native']:.1e}", f"{row['excess']:.0%}"

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from experiments.output.accuracy import measure
+from experiments.accuracy import measure
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
 from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Entry

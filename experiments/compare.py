@@ -20,9 +20,9 @@ from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output import results
-from experiments.output.comparison_page import curves_table, page
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
 from experiments.output.files import write_atomically
+from experiments.output.pages import curves_table, page
 from experiments.output.results import finite, provenance
 from experiments.training import loop as training
 from jaxbp.verify import Comparison, compare

@@ -27,7 +27,7 @@ from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
 from experiments.output.results import keep, provenance
-from experiments.training import curves, devices, processes, run_directory
+from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import Metrics, Training, TrainState
 from experiments.training.reports import automaton, logic, logic_conv
@@ -62,31 +62,30 @@ class Command(NamedTuple):
 
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
-    return exit_code(lambda: _main(args))
 
+    def lead(command):
+        config, path = command
+        config = dataclasses.replace(config, devices=devices.number_of(config))
+        print(configs.as_json(configs.to_dict(config)), end="", flush=True)
+        metrics = train(config)
+        if path is not None:
+            keep(
+                result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir)), path
+            )
+        print(f"test accuracy {metrics.test_accuracy:.4f}")
+        return 0
 
-def _main(args: Sequence[str]) -> int:
-    place = processes.Place.of(args)
-    if place is not None and place.process:
-        processes.run(place, _follow)
-    command = parse(args)
-    refuse_missing_folders(command.json)
-    if place is not None:
-        settings = json.dumps(configs.to_dict(command.experiment))
-        processes.run(place, lambda _: _lead(args, command), settings)
-    return _lead(args, command)
+    def run():
+        place = processes.Place.of(args)
+        if place is not None and place.process:
+            processes.run(place, _follow)
+        command = parse(args)
+        refuse_missing_folders(command.json)
+        if place is not None:
+            processes.run(place, lambda _: lead(command), json.dumps(configs.to_dict(command.experiment)))
+        return lead(command)
 
-
-def _lead(args: Sequence[str], command: "Command") -> int:
-    config, path = command
-    config = dataclasses.replace(config, devices=devices.number_of(config))
-    print(configs.as_json(configs.to_dict(config)), end="", flush=True)
-    metrics = train(config)
-    if path is not None:
-        report = result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir))
-        keep(report, path)
-    print(f"test accuracy {metrics.test_accuracy:.4f}")
-    return 0
+    return exit_code(run)
 
 
 def _follow(settings: str) -> int:
@@ -211,7 +210,7 @@ def train(config: TrainingConfig) -> Metrics:
 def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | None) -> None:
     config, last = directory.config, directory.metrics[-1]
     title = f"{config.name} on {dataset.name}: test accuracy {last.test_accuracy:.4f}"
-    directory.write(CURVES, curves.draw(title, directory.metrics, dataset, predictions, config.curves))
+    directory.write(CURVES, pictures.curves(title, directory.metrics, dataset, predictions, config.curves))
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
@@ -282,11 +281,7 @@ def _total(metrics: Sequence[Metrics]) -> str:
 
 
 def _seconds(metrics: Sequence[Metrics]) -> dict[str, float]:
-    fields = {
-        "train_seconds": "seconds",
-        "evaluation_seconds": "evaluation_seconds",
-        "compile_seconds": "compile_seconds",
-    }
+    fields = {"train_seconds": "seconds"} | {name: name for name in ("evaluation_seconds", "compile_seconds")}
     return {name: sum(getattr(epoch, field) for epoch in metrics) for name, field in fields.items()}
 
 

@@ -179,24 +179,31 @@ def steps(reports: Reports) -> str:
         for report in reports.values()
         for row in report["rows"]
     ]
-    sizes = (
-        f"{report['shape'][0]:,} rows of {report['shape'][1]:,} in {report['dtype']}" for report in reports.values()
-    )
-    return f"{markdown(['step', 'time, µs', 'share of the roofline'], lines)}\n\n{'; '.join(sizes)}."
+    return f"{markdown(['step', 'time, µs', 'share of the roofline'], lines)}\n\n{sizes(reports)}"
 
 
 def frozen(reports: Reports) -> str:
-    (report,) = reports.values()
     lines = []
-    for implementation, rows in grouped(report["rows"], lambda row: row["implementation"]).items():
-        adapters, every = ({row["wanted"]: row for row in rows}[wanted] for wanted in ("adapters", "all"))
+    for implementation, rows in grouped(all_rows(reports), lambda row: row["implementation"]).items():
+        of_wanted = {row.get("wanted", row.get("place")): row for row in rows}
+        adapters, every = of_wanted["adapters"], of_wanted["all"]
         memory = [mebibytes(row[kind]) for kind in ("temporary_bytes", "result_bytes") for row in (adapters, every)]
         share = percent(time(adapters) / time(every))
         lines.append([f"`{implementation}`", number(time(adapters)), number(time(every)), share, *memory])
     memory = [f"{kind}, {wanted}, MiB" for kind in ("temporary memory", "results") for wanted in ("adapters", "all")]
-    rows, features = report["shape"]
-    sizes = f"{report['blocks']} blocks, {rows:,} rows of {features:,} in {report['dtype']}, rank {report['rank']}."
-    return f"{markdown(['implementation', 'adapters, µs', 'all, µs', 'adapters / all', *memory], lines)}\n\n{sizes}"
+    table = markdown(["implementation", "adapters, µs", "all, µs", "adapters / all", *memory], lines)
+    return f"{table}\n\n{sizes(reports)}"
+
+
+def sizes(reports: Reports) -> str:
+    """Return the sizes in the fields of studies, such as "4 blocks, 16 rows of 128 in float32, rank 4."."""
+    texts = []
+    for report in reports.values():
+        if "shape" in report:
+            rows, features = report["shape"]
+            text = f"{rows:,} rows of {features:,} in {report['dtype']}"
+            texts.append(f"{report['blocks']} blocks, {text}, rank {report['rank']}" if "blocks" in report else text)
+    return f"{'; '.join(texts)}." if texts else ""
 
 
 SAYS_NOTHING = ("failed", "timed out")

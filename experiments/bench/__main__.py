@@ -20,9 +20,10 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from experiments.bench import compare, peers
+from experiments.bench import compare
 from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
+from experiments.bench.peers.table import installed
 from experiments.bench.report import print_table
 from experiments.bench.roofline import measured_rates
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
@@ -113,9 +114,9 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
     if not on_gpu:
         print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
-    modules = peers.installed() if config.peers else {}
+    peers = installed() if config.peers else {}
     report = provenance(command)
-    report["versions"] |= {name: module.VERSION for name, module in modules.items()}
+    report["versions"] |= {name: peer.version for name, peer in peers.items()}
     report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision)}
     times_only = config.quick and not config.peers
     report["settling_seconds"] = settling_seconds(times_only)
@@ -128,7 +129,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     settings = [
         Settings(
             implementations,
-            modules,
+            peers,
             config.peer_variants,
             dtype,
             precision,

@@ -15,7 +15,7 @@ from experiments.bench.training_workloads import (
     logic_workload,
     mixer_workload,
 )
-from experiments.bench.workloads import Workload, op_workload
+from experiments.bench.workloads import Workload, frozen_parameters_workload, op_workload
 from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE
 
@@ -23,6 +23,7 @@ from jaxbp.catalogue import CATALOGUE
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last."""
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
+    workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
     workloads += [automaton_workload(size) for size in AUTOMATON_BATCHES]

@@ -12,8 +12,7 @@ from flax import nnx
 from jax import lax
 
 import jaxbp
-from experiments.bench import four_coefficients
-from experiments.bench.workloads import GATE_OPERATIONS, Workload
+from experiments.bench.workloads import FOUR_COEFFICIENTS, GATE_OPERATIONS, Workload, gate_layer
 from jaxbp.catalogue import Case
 from jaxbp.catalogue.cases import CHECKERBOARD
 from jaxbp.logic.ops.gate_layer import Parametrization
@@ -46,13 +45,19 @@ def logic_workload(
 ) -> Workload:
     """Return a training step of the published logic network for MNIST: six layers of `gates` gates each."""
     network = functools.partial(logic_network, gates, parametrization)
-    baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
+    baselines = {FOUR_COEFFICIENTS: _scores} if parametrization == "softmax" else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
         name, f"6x{gates}", {"gates": gates}, network, (784,), batches, baselines=baselines, **options
     )
+
+
+def _scores(network, x):
+    for layer in network.layers:
+        x = gate_layer(layer.logits[...], layer.wires.get_value(), x)
+    return x.reshape(len(x), network.classes, -1).sum(-1) / network.tau
 
 
 def _draw_bits(key, shape):

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from experiments.bench import four_coefficients
+import jaxbp
 from jaxbp.catalogue import AutomatonArgument, Case, Entry
+from jaxbp.logic.gates import COEFFICIENTS
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
@@ -94,8 +96,73 @@ def op_workload(entry: Entry, place: str) -> Workload:
         draw,
         one_after_another,
         arithmetic=arithmetic,
-        baselines=four_coefficients.BASELINES.get(entry.name, {}),
+        baselines=BASELINES.get(entry.name, {}),
     )
+
+
+def gate_layer(logits: Array, wires: jaxbp.Wires, x: Array) -> Array:
+    """Compute `jaxbp.gate_layer` with four coefficients per gate: the fastest known form under autodiff.
+
+    A gate computes `c0 + c1 a + c2 b + c3 ab` of its inputs a and b. Inputs are transposed to `(inputs, batch)`, so
+    that a gather reads one contiguous row per input.
+    """
+    table = jnp.asarray(COEFFICIENTS, logits.dtype)
+    c = jnp.matmul(jax.nn.softmax(logits), table, precision=lax.Precision.HIGHEST).T[..., None]
+    rows = x.T
+    a, b = rows[wires.a], rows[wires.b]
+    return (c[0] + c[1] * a + c[2] * b + c[3] * a * b).T.astype(x.dtype)
+
+
+def gate_layer_backward(dy: Array, logits: Array, wires: jaxbp.Wires, x: Array) -> tuple[Array, Array]:
+    return jax.vjp(lambda logits, x: gate_layer(logits, wires, x), logits, x)[1](dy)
+
+
+FOUR_COEFFICIENTS = "autodiff, 4 coefficients"
+BASELINES = {
+    "gate_layer": {FOUR_COEFFICIENTS: gate_layer},
+    "gate_layer_backward": {FOUR_COEFFICIENTS: gate_layer_backward},
+}
+
+
+def frozen_parameters_workload(wanted: str, features: int = 2048, blocks: int = 4, rank: int = 16) -> Workload:
+    """Return the gradients of a model's "adapters", or of "all" its parameters.
+
+    A dense layer of the model is `linear(h, w, b) + linear(linear(h, down), up)`. The matrices `down` and `up` are an
+    adapter (LoRA, arXiv:2106.09685).
+    """
+
+    def function(implementation, dtype):
+        linear = functools.partial(jaxbp.linear, implementation=implementation)
+
+        def adapted(h, parameters, adapter):
+            (w, b), (down, up) = parameters, adapter
+            return linear(h, w, b) + linear(linear(h, down), up)
+
+        def loss(adapters, frozen, x, dy):
+            for (wide, narrow), (norm, expand, contract) in zip(adapters, frozen, strict=True):
+                h = adapted(jaxbp.layer_norm(x, *norm, implementation=implementation), expand, wide)
+                x = x + adapted(jaxbp.gelu(h, implementation=implementation), contract, narrow)
+            return jnp.sum(x.astype(jnp.float32) * dy.astype(jnp.float32))
+
+        return jax.grad(loss, {"adapters": 0, "all": (0, 1)}[wanted])
+
+    def draw(seed, batch, dtype):
+        seeds = itertools.count(1000 * seed)
+
+        def normal(*shape):
+            return jax.random.normal(jax.random.key(next(seeds)), shape, dtype) * shape[-1] ** -0.5
+
+        shapes = (4 * features, features), (features, 4 * features)
+        adapters = [[(normal(rank, n), normal(m, rank)) for m, n in shapes] for _ in range(blocks)]
+        frozen = [
+            ((1 + normal(features), normal(features)), *((normal(m, n), normal(m)) for m, n in shapes))
+            for _ in range(blocks)
+        ]
+        return adapters, frozen, normal(batch, features), normal(batch, features)
+
+    op, batches = "frozen_parameters", ((16384,), ())
+    options = {"features": features, "blocks": blocks, "rank": rank}
+    return Workload(op, wanted, f"{op} {wanted}", options, batches, function, draw, one_after_another, error_batch=16)
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:

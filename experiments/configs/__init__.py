@@ -5,10 +5,8 @@ To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for images, an
 
 from experiments.configs.automaton_experiments import AUTOMATA
 from experiments.configs.base import TrainingConfig, as_json, differences, from_dict, resumed, to_dict
-from experiments.configs.lenet import LeNetConfig
-from experiments.configs.logic import LogicConfig
-from experiments.configs.logic_conv import LogicConvConfig
-from experiments.configs.mixer import MixerConfig
+from experiments.configs.images import LeNetConfig, MixerConfig
+from experiments.configs.logic import LogicConfig, LogicConvConfig
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
     config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig, LogicConvConfig)

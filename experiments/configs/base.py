@@ -1,16 +1,16 @@
 import dataclasses
 import json
 import math
+import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from experiments.configs.schema import described, matches
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from jaxbp.training.optimizers import FusedOptimizer
@@ -23,6 +23,7 @@ Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
 """`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the run's steps."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
+Built = TypeVar("Built")
 
 
 class Recipe(NamedTuple):
@@ -197,3 +198,41 @@ def resumed(saved: Config, config: Config) -> Config:
         )
     elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
     return dataclasses.replace(more, **elsewhere)
+
+
+def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
+    """Return `kind(**fields)`. Raise TypeError if a field is missing, unknown, or not of its annotated type."""
+    for name, annotation in get_type_hints(kind).items():
+        if name in fields and not matches(fields[name], annotation):
+            raise TypeError(f"{name} is {reprlib.repr(fields[name])}; wants {described(annotation)}")
+    return kind(**fields)
+
+
+def matches(value: Any, annotation: Any) -> bool:
+    """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, or a dict.
+
+    An integer is also a `float`. A boolean is no number.
+    """
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return matches(value, args[0])
+    if origin is Literal:
+        return value in args
+    if origin in (Union, types.UnionType):
+        return any(matches(value, each) for each in args)
+    if origin is list:
+        return isinstance(value, list) and all(matches(item, args[0]) for item in value)
+    if origin is dict:
+        key, content = args
+        return isinstance(value, dict) and all(matches(k, key) and matches(v, content) for k, v in value.items())
+    if annotation in (int, float) and isinstance(value, bool):
+        return False
+    return annotation is Any or isinstance(value, (int, float) if annotation is float else annotation)
+
+
+def described(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(map(described, get_args(annotation)))
+    if annotation is types.NoneType:
+        return "None"
+    return annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)

@@ -1,16 +1,21 @@
+"""Experiments on images: the base class, LeNet, and the MLP-Mixer."""
+
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbp
-from experiments.configs.base import Augment, Range, Recipe, TrainingConfig
+from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
 from experiments.data import augmentation, datasets
 from experiments.data.datasets import Dataset, DatasetName
+from jaxbp.nn import LeNet, Mixer
 
 ImplementationName = Literal["pallas", "xla", "autodiff"]
 
@@ -68,3 +73,51 @@ def classification_loss(
     """Return each example's softmax cross-entropy, computed in float32, and its most likely class."""
     logits = model(images).astype(jnp.float32)
     return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeNetConfig(ImageConfig):
+    """LeNet-5 on images of 28 x 28 pixels."""
+
+    name: ClassVar[str] = "lenet"
+
+    fused: bool = True
+    """Compute convolution, ReLU, and max-pooling as one op, instead of as three ops."""
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = LeNet(
+            fused=self.fused, implementation=self.implementation, dtype=self.policy.compute_dtype, rngs=nnx.Rngs(key)
+        )
+        return model, LeNet.loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig(ImageConfig):
+    """MLP-Mixer on images of 28 x 28 pixels."""
+
+    name: ClassVar[str] = "mixer"
+
+    patch: Annotated[int, Range(1)] = 7
+    """Height and width of a patch, a divisor of 28."""
+    channels: Annotated[int, Range(1)] = 128
+    """Number of channels per patch."""
+    blocks: Annotated[int, Range(1)] = 2
+    """Number of blocks. Each mixes the patches per channel, then the channels per patch."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check("patch", 28 % self.patch == 0, "a divisor of 28, the height and width of an image")
+
+    def defaults(self) -> Mapping[str, Any]:
+        return {**super().defaults(), "learning_rate": 1e-3}
+
+    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
+        model = Mixer(
+            patch=self.patch,
+            channels=self.channels,
+            blocks=self.blocks,
+            implementation=self.implementation,
+            dtype=self.policy.compute_dtype,
+            rngs=nnx.Rngs(key),
+        )
+        return model, functools.partial(classification_loss, implementation=self.implementation)

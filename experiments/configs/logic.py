@@ -1,10 +1,21 @@
-"""The experiment `logic`, and the base class of `logic` and `logic-conv`."""
+"""The experiments `logic` and `logic-conv`. The kernels of `logic-conv` are trees of 7 logic gates.
+
+Per kernel of the first convolution, the network `MNIST` has 8939 gates in its layers. A kernel's gates count once per
+position in the image. The or-pools, each the OR of a window's bits, add 657 gates per kernel. With k such kernels:
+
+                        layers       or-pools    the paper's network
+    size s (k = 16)       143,024    10,512        147,000
+    size m (k = 64)       572,096    42,048        566,000
+    size l (k = 132)    1,179,948    86,724      1,270,000
+
+The paper's network (see `jaxbp.logic_conv2d`) pads convolutions 2 and 3, and has a third pool.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +27,7 @@ from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import datasets
 from experiments.data.datasets import DatasetName
 from jaxbp.logic.ops.gate_layer import Parametrization
-from jaxbp.nn import LogicNetwork, thermometer
+from jaxbp.nn import LogicConvNetwork, LogicConvolution, LogicNetwork, image_thermometer, thermometer
 
 RECIPES: dict[DatasetName, Recipe] = {
     "digits": Recipe(batch_size=64, epochs=150, learning_rate=1e-1),
@@ -110,3 +121,131 @@ class LogicConfig(GateConfig):
     def bits(self, images: Float[Array, "batch 1 height width"]) -> Float[Array, "batch bits"]:
         thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
         return thermometer(jaxbp.flatten(images), thresholds)
+
+
+SizeName = Literal["s", "m", "l"]
+
+
+class Size(NamedTuple):
+    kernels: int
+    tau: float
+    levels: int
+    recipe: Recipe
+    weight_decay: float = 0.0
+    shift: int = 0
+    distortion: float = 0.0
+    parametrization: Parametrization = "softmax"
+    residual_logit: float = 5.0
+
+
+class Architecture(NamedTuple):
+    """Numbers of kernels and widths of a network's layers, in units of k, the first convolution's number of kernels."""
+
+    convolutions: Sequence[LogicConvolution]
+    widths: Sequence[int]
+    sizes: Mapping[SizeName, Size]
+
+
+_WALSH = {"parametrization": "walsh", "residual_logit": 1.5}
+_MNIST_M = Size(64, 28.0, 3, Recipe(batch_size=128, epochs=100, learning_rate=0.02), shift=1, distortion=0.7, **_WALSH)
+MNIST = Architecture(
+    convolutions=(LogicConvolution(1, 5, pool=2), LogicConvolution(3, 3, pool=2), LogicConvolution(9, 3)),
+    widths=(1280, 640, 320),
+    sizes={
+        "s": Size(16, 12.0, 3, Recipe(batch_size=128, epochs=60, learning_rate=0.03), shift=1, **_WALSH),
+        "m": _MNIST_M,
+        "l": _MNIST_M._replace(kernels=132, tau=40.0, recipe=_MNIST_M.recipe._replace(epochs=80)),
+    },
+)
+CIFAR10_RECIPE = Recipe(batch_size=128, epochs=100, learning_rate=0.02)
+CIFAR10 = Architecture(
+    convolutions=tuple(LogicConvolution(kernels, 3, padding=1, pool=2) for kernels in (1, 4, 16, 32)),
+    widths=(1280, 640, 320),
+    sizes={
+        "s": Size(32, 20.0, 3, CIFAR10_RECIPE, weight_decay=0.002),
+        "m": Size(256, 40.0, 3, CIFAR10_RECIPE, weight_decay=0.002),
+        "l": Size(512, 280.0, 5, CIFAR10_RECIPE, weight_decay=0.002),
+    },
+)
+DIGITS_SIZE = Size(
+    kernels=128,
+    tau=10.0,
+    levels=3,
+    recipe=Recipe(batch_size=32, epochs=40, learning_rate=0.05),
+    shift=1,
+    parametrization="walsh",
+    residual_logit=3.0,
+)
+DIGITS = Architecture(
+    convolutions=(LogicConvolution(1, 5, stride=2), LogicConvolution(3, 3, pool=2)),
+    widths=(80, 40),
+    sizes={
+        "s": DIGITS_SIZE,
+        "m": DIGITS_SIZE._replace(kernels=256, tau=14.0),
+        "l": DIGITS_SIZE._replace(kernels=512, tau=20.0),
+    },
+)
+ARCHITECTURES: Mapping[DatasetName, Architecture] = {
+    "digits": DIGITS,
+    "mnist": MNIST,
+    "fashion_mnist": MNIST,
+    "cifar10": CIFAR10,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogicConvConfig(GateConfig):
+    """A convolutional network of logic gates on bits of thresholded images. The test accuracy is for hard gates."""
+
+    name: ClassVar[str] = "logic-conv"
+    datasets: ClassVar = get_args(DatasetName)
+
+    size: SizeName = "s"
+    """Size of the network, which determines the settings that are None."""
+    kernels: Annotated[int | None, Range(1)] = None
+    """Number of kernels in the first convolution. The other layers grow in proportion."""
+    tau: Annotated[float | None, Range(above=True)] = None
+    """Divisor of a class's score, the sum of its gates' outputs."""
+    levels: Annotated[int | None, Range(1)] = None
+    """Number of bits per value: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    weight_decay: Annotated[float | None, Range()] = None
+    """Weight decay of AdamW."""
+    shift: Annotated[int | None, Range()] = None
+    """Largest random shift of training images in each direction, in pixels."""
+    distortion: Annotated[float | None, Range()] = None
+    """Standard deviation of smooth random distortions of training images, in pixels."""
+    initialization: Literal["residual", "normal"] = "residual"
+    """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
+    residual_logit: Annotated[float | None, Range(above=True)] = None
+    """Initial logit of the function that passes on the first input."""
+    parametrization: Parametrization | None = None
+    """Parametrization of the gates: see jaxbp.gate_layer."""
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.dataset]
+
+    def defaults(self) -> Mapping[str, Any]:
+        size = self.architecture.sizes[self.size]._asdict()
+        return size.pop("recipe")._asdict() | size
+
+    def network(self, key: PRNGKeyArray) -> nnx.Module:
+        channels, *size = datasets.IMAGE_SHAPES[self.dataset]
+        convolutions, widths, _ = self.architecture
+        return LogicConvNetwork(
+            (channels * self.levels, *size),
+            [convolution._replace(kernels=self.kernels * convolution.kernels) for convolution in convolutions],
+            [self.kernels * width for width in widths],
+            datasets.CLASSES,
+            tau=self.tau,
+            seed=self.seed,
+            initialization=self.initialization,
+            residual_logit=self.residual_logit,
+            parametrization=self.parametrization,
+            implementation=self.implementation,
+            dtype=self.policy.compute_dtype,
+            rngs=nnx.Rngs(key),
+        )
+
+    def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch bits height width"]:
+        return image_thermometer(images, jnp.arange(1, self.levels + 1) / (self.levels + 1))

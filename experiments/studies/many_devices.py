@@ -10,7 +10,6 @@ import argparse
 import concurrent.futures
 import math
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
-from experiments.output.results import ROOT, keep, provenance
+from experiments.output.results import ROOT
+from experiments.studies import write_rows
 from jaxbp.verify.timing import device_seconds
 from pallas_kernels.core.device import HOPPER
 
@@ -46,13 +46,9 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # not the machine's GPU
-    report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
-    report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
-    for row in {"measure": measured, "compile": compiled}[given.what](selected(given.workloads)):
-        print(row, flush=True)
-        report["rows"].append(row)
-        keep(report, given.json)
-    return 0
+    devices = len(jax.devices()) if given.what == "measure" else COMPILED_FOR
+    rows = {"measure": measured, "compile": compiled}[given.what](selected(given.workloads))
+    return write_rows("many_devices", args, {"devices": devices}, rows, given.json)
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:

@@ -13,12 +13,11 @@ import csv
 import io
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import jax
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import UserError, exit_code
-from experiments.output.results import keep, provenance
+from experiments.studies import write_rows
 
 DEFAULT = [
     "logic-conv:mnist-m@128",
@@ -107,17 +106,16 @@ def main(args: Sequence[str] | None = None) -> int:
         for each in asked.values():
             each.run()
         return 0
-    report = provenance(shlex.join(["python", "-m", PROGRAM, *args])) | {"rows": []}
+    return write_rows("profiles", args, {}, measured(asked), given.json)
+
+
+def measured(asked: Mapping[str, Asked]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": folder}
-        subprocess.run([sys.executable, "-m", PROGRAM, "--run", *given.workloads], env=environment, check=True)
+        subprocess.run([sys.executable, "-m", PROGRAM, "--run", *asked], env=environment, check=True)
         for text, each in asked.items():
             kernels = KERNELS + "|fusion" * (each.implementation == "None")
-            for row in rows_of(profiled(text, kernels, environment, Path(folder, "profile.csv")), each):
-                print(row, flush=True)
-                report["rows"].append(row)
-            keep(report, given.json)
-    return 0
+            yield from rows_of(profiled(text, kernels, environment, Path(folder, "profile.csv")), each)
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:

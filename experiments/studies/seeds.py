@@ -23,13 +23,13 @@ import numpy as np
 from flax import nnx
 
 from experiments import train
-from experiments.children import in_children, share_gpus
+from experiments.children import Done, in_children, share_gpus
 from experiments.configs import LogicConvConfig, TrainingConfig
 from experiments.configs.automaton_base import AutomatonConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
-from experiments.output.results import keep, provenance
+from experiments.studies import write_rows
 from experiments.training import devices, loop
 from experiments.training.compiled import FLAGS, compiled_classifier
 from experiments.training.reports.automaton import life, trials
@@ -53,16 +53,15 @@ def main(args: Sequence[str] | None = None) -> int:
     for task in tasks:
         config_of(task)  # refuses invalid settings before any training
     share_gpus()
-    report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
-    if any("logic-conv" in settings for settings in given.settings):
-        report |= c_compiler()
-    for done in in_children(trained, tasks, given.processes, given.limit):
-        settings, seed = done.task
-        outcome = {"failed": f"{done.death}: {done.said}"} if done.death else done.results[0]
-        report["rows"].append({"settings": settings, "seed": seed} | outcome)
-        print(report["rows"][-1], flush=True)
-        keep(report, given.json)
-    return 0
+    compiler = c_compiler() if any("logic-conv" in settings for settings in given.settings) else {}
+    rows = (row_of(done) for done in in_children(trained, tasks, given.processes, given.limit))
+    return write_rows("seeds", args, compiler, rows, given.json)
+
+
+def row_of(done: Done) -> dict[str, Any]:
+    settings, seed = done.task
+    outcome = {"failed": f"{done.death}: {done.said}"} if done.death else done.results[0]
+    return {"settings": settings, "seed": seed} | outcome
 
 
 def config_of(task: Task) -> TrainingConfig:

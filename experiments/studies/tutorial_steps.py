@@ -7,7 +7,6 @@ The page's code defines the kernels.
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 
 from experiments.bench.roofline import Cost, measured_rates, roofline_seconds
 from experiments.output.errors import UserError, exit_code
-from experiments.output.results import ROOT, keep, provenance
+from experiments.output.results import ROOT
+from experiments.studies import write_rows
 from jaxbp.verify.timing import device_seconds
 from pallas_kernels.core.simulator import simulating
 
@@ -36,13 +36,9 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     if jax.default_backend() != "gpu" and simulating() is None:
         raise UserError(f"tutorial_steps: the device is a {jax.default_backend().upper()}; wants a GPU")
-    report = provenance(shlex.join(["python", "-m", "experiments.studies.tutorial_steps", *args]))
-    report |= {"shape": [given.rows, given.features], "dtype": given.dtype, "rows": []}
-    for row in measured(steps(), draw(given.rows, given.features, given.dtype), given.seconds):
-        print(row, flush=True)
-        report["rows"].append(row)
-        keep(report, given.json)
-    return 0
+    rows = measured(steps(), draw(given.rows, given.features, given.dtype), given.seconds)
+    sizes = {"shape": [given.rows, given.features], "dtype": given.dtype}
+    return write_rows("tutorial_steps", args, sizes, rows, given.json)
 
 
 def steps() -> Mapping[str, Callable]:

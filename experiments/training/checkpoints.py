@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 from jaxtyping import PyTree
 
-from experiments.configs.schema import build
+from experiments.configs.base import build
 from experiments.output.errors import BrokenRun
 from experiments.output.files import read as read_file
 from experiments.output.files import remove, temporary_name, to_disk, write_atomically

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +90,20 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     if config.batch_size > examples:
         raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")
     mesh = devices.mesh_of(config)
-    share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     steps_per_epoch = examples // config.batch_size
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
     model, loss = config.build(init_key)
-    params, pure_loss = split(model, loss)
+    params, train_loss = split(model, loss)
+    _, test_loss = split(model, config.evaluation(loss))
+    if config.independent:
+        train_loss, test_loss = (devices.shared(function, mesh) for function in (train_loss, test_loss))
+    steps = config.epochs * steps_per_epoch
+    options = dict(clip=config.gradient_clip, weight_decay=config.weight_decay)
+    optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, **options)
 
     def initial(params: PyTree) -> TrainState:
-        return devices.on_each(mesh, TrainState(params, optimizer.init(params), LossScale.create() if scaled else None))
+        scale = LossScale.create() if config.policy.compute_dtype == jnp.float16 else None
+        return devices.on_each(mesh, TrainState(params, optimizer.init(params), scale))
 
     def restarted(epoch: int) -> TrainState | None:
         attempt = config.attempt(epoch)
@@ -105,49 +111,34 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
             return None
         return initial(split(*config.build(jax.random.fold_in(init_key, attempt)))[0])
 
-    _, evaluation = split(model, config.evaluation(loss))
-    if config.independent:
-        pure_loss, evaluation = (devices.shared(function, mesh) for function in (pure_loss, evaluation))
-    steps = config.epochs * steps_per_epoch
-    options = dict(clip=config.gradient_clip, weight_decay=config.weight_decay)
-    optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, **options)
-    scaled = config.policy.compute_dtype == jnp.float16
     state = initial(params)
-
+    share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     batches = dict(batch_size=config.batch_size, share=share)
     augment = config.augmentation()
-    train = functools.partial(train_epoch, loss=pure_loss, optimizer=optimizer, augment=augment, **batches)
-    evaluation = functools.partial(evaluate, loss=evaluation, **batches)
-    compiled_train, compiled_evaluate, seconds = _compiled(train, evaluation, state, dataset, shuffle_key, mesh)
+    train = functools.partial(train_epoch, loss=train_loss, optimizer=optimizer, augment=augment, **batches)
+    test = functools.partial(evaluate, loss=test_loss, **batches)
+    train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
+    test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
+
+    def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
+        jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS, out_shardings=devices.whole(mesh), **options)
+        return jitted.lower(*arguments).compile()
+
+    started = time.perf_counter()
+    compiled_train = compiled(train, state, *train_data, shuffle_key, jnp.int32(0), donate_argnums=0)
+    compiled_test = compiled(test, state.params, *test_data)
     return Training(
         mesh=mesh,
         state=state,
         model=model,
         constants_checksum=constants_checksum(model),
-        train_epoch=compiled_train,
-        evaluate=compiled_evaluate,
+        train_epoch=lambda state, epoch: compiled_train(state, *train_data, shuffle_key, jnp.int32(epoch)),
+        evaluate=lambda params: compiled_test(params, *test_data),
         restarted=restarted,
-        compile_seconds=seconds,
+        compile_seconds=time.perf_counter() - started,
         epochs=config.epochs,
         steps_per_epoch=steps_per_epoch,
         batch_size=config.batch_size,
-    )
-
-
-def _compiled(
-    train: Callable, evaluation: Callable, state: TrainState, dataset: Dataset, key: PRNGKeyArray, mesh: Mesh
-) -> tuple[Callable, Callable, float]:
-    train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
-    test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
-    started = time.perf_counter()
-    whole = devices.whole(mesh)
-    arguments = state, *train_data, key, jnp.int32(0)
-    compiled_train = _compile(train, arguments, donate_argnums=0, out_shardings=whole)
-    compiled_evaluate = _compile(evaluation, (state.params, *test_data), out_shardings=whole)
-    return (
-        lambda state, epoch: compiled_train(state, *train_data, key, jnp.int32(epoch)),
-        lambda params: compiled_evaluate(params, *test_data),
-        time.perf_counter() - started,
     )
 
 
@@ -287,8 +278,7 @@ def run(
             state.loss_scale.check(MOST_SKIPPED)
             # A skipped step may have a finite loss, with infinite gradients.
             losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
-        _refuse_non_finite(epoch, losses, float(test_loss))
-        _refuse_divergence(epoch, float(losses.mean(dtype=np.float64)), state.params)
+        _refuse_divergence(epoch, losses, float(test_loss), state.params)
         metrics = Metrics(
             epoch=epoch,
             step=epoch * training.steps_per_epoch,
@@ -307,35 +297,25 @@ def run(
         compile_seconds = 0.0
 
 
-def _compile(function: Callable, args: tuple, **options) -> Callable:
-    return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options).lower(*args).compile()
-
-
-def _after(epoch: int) -> str:
+def _refuse_divergence(epoch: int, losses: Float[np.ndarray, " steps"], test_loss: float, params: PyTree) -> None:
     kept = f"epoch {epoch - 1}" if epoch > 1 else "epoch 0, the initial state"
-    return f"the newest checkpoint is of {kept}; a new run with a smaller learning rate may help"
-
-
-def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_loss: float) -> None:
+    stopped = (
+        f"so training stopped; the newest checkpoint is of {kept}; a new run with a smaller learning rate may help"
+    )
     broken = np.flatnonzero(~np.isfinite(losses))
     if broken.size:
         raise FloatingPointError(
             f"the training loss became {losses[broken[0]]} at step {broken[0] + 1} of {losses.size} in epoch {epoch}, "
-            f"so training stopped; {_after(epoch)}"
+            f"{stopped}"
         )
     # After an epoch's last update, only the test loss shows infinite parameters.
     if not np.isfinite(test_loss):
-        raise FloatingPointError(
-            f"the test loss became {test_loss} after epoch {epoch}, so training stopped; {_after(epoch)}"
-        )
-
-
-def _refuse_divergence(epoch: int, loss: float, params: PyTree) -> None:
+        raise FloatingPointError(f"the test loss became {test_loss} after epoch {epoch}, {stopped}")
     arrays = [array for array in map(np.asarray, jax.tree.leaves(params)) if array.size]
     largest = float(np.max([(array.max(), -array.min()) for array in arrays]))
-    for name, value, most in (("training loss", loss, MOST_LOSS), ("largest parameter", largest, MOST_PARAMETER)):
+    mean = float(losses.mean(dtype=np.float64))
+    for name, value, most in (("training loss", mean, MOST_LOSS), ("largest parameter", largest, MOST_PARAMETER)):
         if not value <= most:  # NaN as well
             raise FloatingPointError(
-                f"training diverged: the {name} is {value:.3g} after epoch {epoch}, above the limit {most:g}, so "
-                f"training stopped; {_after(epoch)}"
+                f"training diverged: the {name} is {value:.3g} after epoch {epoch}, above the limit {most:g}, {stopped}"
             )

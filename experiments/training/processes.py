@@ -84,43 +84,9 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
         links = _listen(place)
         for link in links.values():
             link.sendall(settings.encode() + b"\n")
-    Joined(place, links).run(lambda: command(settings))
+    ends = threading.Event()
 
-
-def of_process_0(tree: PyTree) -> PyTree:
-    """Return process 0's arrays in every process. Every process must pass equal shapes and dtypes."""
-    if jax.process_count() == 1:
-        return tree
-    arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # JAX broadcasts by a sum over processes, which would lose the sign of zeros.
-    as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
-    pairs = zip(as_bytes, arrays, strict=True)
-    return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
-
-
-class Joined:
-    """This process. In process 0, `links` has a connection to each other process. Elsewhere, only to process 0."""
-
-    def __init__(self, place: Place, links: dict[int, socket.socket]):
-        self._place, self._links, self._ends = place, links, threading.Event()
-        self._watches = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in links]
-
-    def run(self, command: Callable[[], int]) -> NoReturn:
-        for watch in self._watches:
-            watch.start()
-        try:
-            code = exit_code(lambda: self._initialized(command))
-        except BaseException:
-            # Collectives fail if another process has ended. `_watch` prints the reason.
-            time.sleep(PARTING_SECONDS)
-            traceback.print_exc()
-            code = 1
-        if self._place.process and code == 0:
-            self._watches[0].join()
-        self._end(code)
-
-    def _initialized(self, command):
-        place = self._place
+    def initialized():
         if place.process:
             # Ctrl-C reaches all processes of a terminal. Only process 0 handles it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -133,32 +99,57 @@ class Joined:
             cluster_detection_method="deactivate",
             coordinator_bind_address=None if place.process else address,  # JAX's default: all interfaces
         )
-        return command()
+        return command(settings)
 
-    def _watch(self, process):
+    def watch(process):
         try:
-            said = self._links[process].recv(1)
+            said = links[process].recv(1)
         except OSError:
             said = b""
         if said == DONE:
-            self._end(0)
-        if not self._ends.is_set():
+            end(0)
+        if not ends.is_set():
             print(f"error: process {process} stopped answering: {ENDS}", file=sys.stderr)
-            self._end(1)
+            end(1)
 
-    def _end(self, code) -> NoReturn:
-        self._ends.set()
-        if self._place.process == 0:
-            for link in self._links.values():
+    def end(code):
+        ends.set()
+        if place.process == 0:
+            for link in links.values():
                 with contextlib.suppress(OSError):
                     link.sendall(DONE * (code == 0))
                     link.shutdown(socket.SHUT_WR)
-        for watch in self._watches:
-            if watch is not threading.current_thread():
-                watch.join(PARTING_SECONDS)
+        for watching in watches:
+            if watching is not threading.current_thread():
+                watching.join(PARTING_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a normal exit would wait in JAX for processes that have ended
+
+    watches = [threading.Thread(target=watch, args=(process,), daemon=True) for process in links]
+    for watching in watches:
+        watching.start()
+    try:
+        code = exit_code(initialized)
+    except BaseException:
+        # Collectives fail if another process has ended. `watch` prints the reason.
+        time.sleep(PARTING_SECONDS)
+        traceback.print_exc()
+        code = 1
+    if place.process and code == 0:
+        watches[0].join()
+    end(code)
+
+
+def of_process_0(tree: PyTree) -> PyTree:
+    """Return process 0's arrays in every process. Every process must pass equal shapes and dtypes."""
+    if jax.process_count() == 1:
+        return tree
+    arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros.
+    as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
+    pairs = zip(as_bytes, arrays, strict=True)
+    return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 def _listen(place):
@@ -178,10 +169,13 @@ def _listen(place):
                 link, _ = server.accept()
                 threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
             while missing and not introduced.empty():
-                link, *said = introduced.get()
-                process = _number(*said, place, missing)
-                missing.remove(process)
-                links[process] = _lasting(link)
+                link, process, processes = introduced.get()
+                if processes != str(place.processes) or process not in map(str, missing):
+                    wanted = f"wants --process {' or '.join(map(str, missing))} and --processes {place.processes}"
+                    came = f"--process {process} and --processes {processes}"
+                    raise UserError(f"a process with {came} connected to {place.host}:{place.port}; {wanted}")
+                missing.remove(int(process))
+                links[int(process)] = _lasting(link)
     return links
 
 
@@ -205,14 +199,6 @@ def _introduce(link, token, introduced):
     except (OSError, ValueError):
         pass
     link.close()
-
-
-def _number(process, processes, place, missing):
-    if processes != str(place.processes) or process not in map(str, missing):
-        wanted = f"wants --process {' or '.join(map(str, missing))} and --processes {place.processes}"
-        came = f"--process {process} and --processes {processes}"
-        raise UserError(f"a process with {came} connected to {place.host}:{place.port}; {wanted}")
-    return int(process)
 
 
 def _call(place):
@@ -244,27 +230,26 @@ def _connected(host, port):
 def _relay(place):
     """Start threads that forward bytes between JAX and the coordinator at `place`. Return the address for JAX.
 
-    JAX aborts a process if its connection to the coordinator closes, often before `_watch` prints which process ended.
+    JAX aborts a process if its connection to the coordinator closes, often before `run` prints which process ended.
     The threads keep JAX's connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
+
+    def forward(source, sink):
+        sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            while said := source.recv(2**16):
+                sink.sendall(said)
 
     def serve():
         while True:
             near, _ = server.accept()
             far = _lasting(_connected(place.host, place.port))
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=_forward, args=(source, sink), daemon=True).start()
+                threading.Thread(target=forward, args=(source, sink), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
     return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def _forward(source, sink):
-    sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        while said := source.recv(2**16):
-            sink.sendall(said)
 
 
 def _lasting(link):

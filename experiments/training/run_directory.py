@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from experiments import configs
 from experiments.configs import TrainingConfig
-from experiments.configs.schema import build
+from experiments.configs.base import build
 from experiments.output.errors import BrokenRun, UserError, warn
 from experiments.output.files import is_leftover, read, remove, write_atomically
 from experiments.training import checkpoints

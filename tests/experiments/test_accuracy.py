@@ -1,14 +1,20 @@
 import functools
+import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ENTRIES
+from rich.console import Console
 
 import jaxbp
-from experiments.accuracy import Place, accuracy
-from jaxbp.catalogue import Argument, Case, Entry
+from experiments import accuracy as measuring
+from experiments import check
+from experiments.accuracy import Accuracy, Place, accuracy
+from jaxbp.catalogue import CATALOGUE, Argument, Case, Entry
 
 
 def _softmax_of_result(x):
@@ -28,7 +34,7 @@ def _rows(pair, dtype, offset, scale):
         return pair(x, implementation=implementation)
 
     entry = Entry(function, case, {})
-    return list(accuracy({"op": (entry, case)}, ("xla",), (dtype,), (offset,), (scale,)))
+    return list(accuracy(entry, case, ("xla",), (dtype,), (offset,), (scale,)))
 
 
 def test_a_result_that_is_rounded_and_saved_for_the_backward_is_found():
@@ -52,7 +58,7 @@ def test_a_mean_that_is_rounded_and_taken_off_is_found():
 
 def test_what_the_dtype_cannot_hold_is_left_out():
     entry = ENTRIES["exp"]
-    rows = list(accuracy({"exp": (entry, entry.small)}, ("xla",), ("float16",), (0.0, 1e5), (1.0,)))
+    rows = list(accuracy(entry, entry.small, ("xla",), ("float16",), (0.0, 1e5), (1.0,)))
     assert {row.place.offset for row in rows} == {0.0}
 
 
@@ -71,7 +77,8 @@ REDUCING = {
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 10.0), ("float32", 1e2)])
 def test_no_op_that_reduces_is_further_from_float64_than_autodiff(dtype, scale):
-    found = list(accuracy(REDUCING, ("xla",), (dtype,), (0.0, 1e4), (scale,)))
+    rows = (accuracy(*of, ("xla",), (dtype,), (0.0, 1e4), (scale,)) for of in REDUCING.values())
+    found = list(itertools.chain.from_iterable(rows))
     assert {row.op for row in found} == set(REDUCING)
     assert [row for row in found if row.excess > 1] == []
 
@@ -109,3 +116,57 @@ def test_the_mean_of_nothing_is_nan_and_so_is_what_depends_on_it(implementation)
     }
     for name, backward in backwards.items():
         assert jnp.isnan(jax.grad(lambda dy: jnp.sum(backward(dy)))(1.0)), name  # noqa: B023
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def test_an_op_is_measured_and_a_second_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "FULL", dict(offsets=(0.0, 1e2), scales=(1.0,), draws=4))
+    path = tmp_path / "rows.json"
+    run = ["sigmoid", "--accuracy", "--implementations", "xla", "autodiff", "--json", str(path)]
+    assert check.main(run) == 0
+    report = json.loads(path.read_text())
+    assert report["passed"] and [row["op"] for row in report["rows"]] == ["sigmoid", "sigmoid_backward"]
+    assert all(row["places"] == 2 and row["implementation"] == "xla" for row in report["rows"])
+    monkeypatch.setattr(measuring, "accuracy", None)
+    assert check.main(run) == 0
+
+
+def _row(excess, draws):
+    return Accuracy("tanh", "float32", "xla", "value 0", Place(0.0, 1.0, "x"), draws / 1e9, 1e-9, excess)
+
+
+@pytest.mark.parametrize(("again", "passed"), [(0.5, True), (2.0, False)])
+def test_what_is_beyond_is_measured_again_with_more_draws(again, passed, monkeypatch):
+    asked = []
+
+    def measured(entry, case, implementations, dtypes, offsets, scales, draws):
+        asked.append((offsets, draws))
+        return [_row(2.0 if len(asked) == 1 else again, draws)]
+
+    monkeypatch.setattr(measuring, "accuracy", measured)
+    entries = [entry for entry in CATALOGUE if entry.name == "tanh"]
+    assert measuring.measure(entries, ("xla",), ("float32",), "command", Console(quiet=True)) == passed
+    assert asked == [(measuring.FULL["offsets"], 32), ((0.0,), 256)]
+
+
+SLIGHTLY_BEYOND = {
+    ("power", "float32", "pallas"): 1.35,
+    ("batch_norm_backward", "bfloat16", "pallas"): 1.06,
+    ("batch_norm_backward", "float16", "xla"): 1.05,
+    ("group_norm_backward", "float16", "xla"): 1.15,
+    ("linear_softmax_cross_entropy", "float32", "xla"): 1.2,
+}
+"""Largest permitted `Accuracy.excess` for known faults."""
+
+
+def test_the_committed_rows_are_of_every_op_and_none_is_too_far():
+    for path in RESULTS.glob("accuracy*.json"):
+        rows = json.loads(path.read_text())["rows"]
+        of_kernels = {row["implementation"] for row in rows} == {"pallas"}
+        wanted = {entry.name for entry in CATALOGUE if entry.kernel_dtypes or not of_kernels}
+        assert {row["op"] for row in rows} == wanted
+        for row in rows:
+            key = row["op"], row["dtype"], row["implementation"]
+            assert row["excess"] <= SLIGHTLY_BEYOND.get(key, 1), key

@@ -16,7 +16,7 @@ from rich.console import Console
 from experiments import compare, configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
-from experiments.training import curves, loop
+from experiments.training import loop, pictures
 from experiments.training.loop import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +222,7 @@ def run(toy_config, tmp_path, monkeypatch):
 
 
 def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     assert run("toy", "--seed", "3", "--epochs", "2", "--learning-rate", "0.02") == 0
     settings = json.loads((tmp_path / "run" / "config.json").read_text())
     assert run("--resume") == 0
@@ -247,7 +247,7 @@ RESUMED_WRONGLY = {
 
 @pytest.mark.parametrize(("args", "message"), RESUMED_WRONGLY.values(), ids=RESUMED_WRONGLY)
 def test_a_run_resumes_with_its_own_settings_alone(args, message, run, capsys, monkeypatch):
-    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     assert run("toy", "--epochs", "2") == 0
     assert run(*args) == 2
     error = capsys.readouterr().err

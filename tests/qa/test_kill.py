@@ -7,7 +7,7 @@ import pytest
 
 from experiments import train
 from experiments.output.errors import BrokenRun
-from experiments.training import checkpoints, curves
+from experiments.training import checkpoints, pictures
 from tests.qa import kill
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ time.sleep(60)
 
 
 def test_a_run_that_ends_otherwise_is_seen(toy_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     train.train(toy_config(run_dir=tmp_path / "one", epochs=2))
     train.train(toy_config(run_dir=tmp_path / "other", epochs=2, seed=1))
     assert kill.outcome(tmp_path / "one") != kill.outcome(tmp_path / "other")

@@ -2,22 +2,8 @@
 
 import dataclasses
 import fnmatch
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal
-
-PEERS = {
-    "PyTorch": "experiments.bench.peers.torch",
-    "causal-conv1d": "experiments.bench.peers.causal_conv1d",
-    "Liger-Kernel": "experiments.bench.peers.liger",
-    "QuACK": "experiments.bench.peers.quack",
-    "cuDNN": "experiments.bench.peers.cudnn",
-    "tokamax": "experiments.bench.peers.tokamax",
-    "torchlogix": "experiments.bench.peers.torchlogix",
-    "published automaton": "experiments.bench.peers.published_automaton",
-}
-"""Each module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
 """Patterns for the variants with the fastest formulation."""
@@ -60,13 +46,3 @@ cannot be compared. If results should differ from jaxbp's, `reference` has them 
 
 def is_asked_for(peer: str, variant: str, choice: VariantChoice) -> bool:
     return choice == "all" or fnmatch.fnmatchcase(variant, FASTEST.get(peer, "*"))
-
-
-def installed() -> dict[str, ModuleType]:
-    peers = {}
-    for name, module in PEERS.items():
-        try:
-            peers[name] = importlib.import_module(module)
-        except Exception as error:  # a broken installation can raise anything
-            print(f"the peer {name} is left out, because its import failed: {error}")
-    return peers

@@ -12,10 +12,10 @@ from experiments.configs.automaton_base import AutomatonConfig, PatternConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
-from experiments.output.cellular_page import write_page
-from experiments.output.cellular_pictures import with_square_destroyed, write_pictures
 from experiments.output.files import write_atomically
+from experiments.output.pages import write_page
 from experiments.training.compiled import compiled_automaton, ticks_per_second
+from experiments.training.pictures import with_square_destroyed, write_pictures
 from jaxbp import CellularCircuit
 from jaxbp.nn import LogicAutomaton
 

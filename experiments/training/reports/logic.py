@@ -1,6 +1,5 @@
 """The report on a trained logic network."""
 
-import io
 import shutil
 import tempfile
 import time
@@ -11,18 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from matplotlib.figure import Figure
 
 from experiments.configs.logic import GateConfig, LogicConfig
 from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
+from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled
 from jaxbp import Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
-NAMES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
-NAMES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
 FILES = ("gates.png", "circuit.c", "circuit.v")
 TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
@@ -52,7 +49,7 @@ def write_report(
     `evaluated` is `circuit`, perhaps simplified. Return the text to print: accuracies, then `lines`, then speeds.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
-    write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
+    write_atomically(config.run_dir / "gates.png", pictures.gates(circuit, f"{config.name} on {dataset.name}"))
     write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
     if verilog:
         write_atomically(config.run_dir / "circuit.v", (comment + evaluated.to_verilog("circuit")).encode())
@@ -104,18 +101,3 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
         evaluate(words)
         times.append(time.perf_counter() - start)
     return TIMED_SAMPLES / float(np.median(times))
-
-
-def histogram(circuit: AnyCircuit, title: str) -> bytes:
-    counts = circuit.histogram()
-    figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
-    figure.suptitle(f"{title}: the gates of each layer")
-    rows = figure.subplots(len(counts), sharex=True, squeeze=False)[:, 0]
-    for i, (axes, layer) in enumerate(zip(rows, counts, strict=True), start=1):
-        axes.bar(np.arange(len(layer)), layer)
-        axes.set_ylabel(f"layer {i}")
-        axes.grid(axis="y", alpha=0.3)
-    rows[-1].set_xticks(np.arange(len(NAMES)), NAMES, rotation=45)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=100)
-    return png.getvalue()

@@ -1,14 +1,13 @@
 import dataclasses
 import math
-import sys
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from helpers import TOLERANCE
 
-from experiments.bench import measure, peers, rows
+from experiments.bench import measure, rows
+from experiments.bench.peers import table
 from experiments.bench.rows import Case, Settings, measured_rows
 
 ROOFLINE = ("floor_microseconds", "floor_fraction")
@@ -98,8 +97,7 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
         yield "other", None, lambda: {"microseconds": 1.0, "results": None, "error_reason": "another function"}
         yield "referred", None, lambda: {"microseconds": 1.0, "results": [np.ones(2)], "reference": [np.ones(2)]}
 
-    monkeypatch.setitem(sys.modules, "a_peer", SimpleNamespace(VERSION="1.0", variants=variants))
-    monkeypatch.setattr(peers, "PEERS", {"Peer": "a_peer"})
+    monkeypatch.setattr(table, "PEERS", {"Peer": lambda: table.Peer("1.0", variants)})
     code, report = quickly("--peers")
     assert code == 0
     of_peer = {row["implementation"]: row for row in report["rows"] if row["peer"] == "Peer"}

@@ -1,6 +1,14 @@
 import re
 
 import jax
+import numpy as np
+import pytest
+from helpers import cuda_program
+
+from experiments.bench.measure import floats, relative_error
+from experiments.bench.rows import with_speedups
+from experiments.bench.training_workloads import logic_workload
+from experiments.bench.workloads import frozen_parameters_workload
 
 
 def test_every_call_of_a_chain_is_computed(workload_at):
@@ -13,3 +21,55 @@ def test_every_call_of_a_chain_is_computed(workload_at):
 
 def _convolutions(program, sets):
     return re.findall(r"convolution\(|__cudnn\$conv", jax.jit(program).lower(sets).compile().as_text())
+
+
+def results_of(workload, name):
+    results = workload.named(name, "float32")(*workload.draw(0, 4, "float32"))
+    return [np.asarray(a, np.float64) for a in jax.tree.leaves(results)]
+
+
+@pytest.mark.parametrize("op", ["gate_layer", "gate_layer_backward", "logic"])
+def test_a_baseline_computes_the_same_results_as_the_op(workload_at, op):
+    workload = logic_workload("logic", 400, ()) if op == "logic" else workload_at(op, "4096->8192")
+    (name,) = workload.baselines
+    assert relative_error(results_of(workload, name), results_of(workload, "xla")) < 1e-5
+
+
+def test_only_workloads_of_16_functions_have_a_baseline(workload_at):
+    assert workload_at("relu", "relu1").baselines == {}
+    assert logic_workload("logic", 400, (), "walsh").baselines == {}
+
+
+def test_a_baseline_is_timed_with_autodiff(quickly, workload_at, monkeypatch):
+    workload = logic_workload("logic", 400, (2,))
+    monkeypatch.setattr("experiments.bench.__main__.selected", lambda *_: [workload])
+    for implementations, names in (
+        (("xla",), ["xla"]),
+        (("xla", "autodiff"), ["xla", "autodiff", "autodiff, 4 coefficients"]),
+    ):
+        code, report = quickly(implementations=implementations)
+        assert code == 0 and [row["implementation"] for row in report["rows"]] == names
+
+
+def test_the_speedup_is_over_the_fastest_row_of_autodiff():
+    times = {"pallas": 2.0, "autodiff": 12.0, "autodiff, 4 coefficients": 6.0}
+    rows = [{"work": "w", "batch": 1, "implementation": name, "microseconds": t} for name, t in times.items()]
+    failed = {"work": "w", "batch": 1, "implementation": "autodiff, other", "microseconds": None}
+    assert [row["speedup_over_autodiff"] for row in with_speedups([*rows, failed])] == [3.0, 0.5, 1.0, None]
+    assert [row["speedup_over_autodiff"] for row in with_speedups([failed, *rows[::-1]])] == [None, 1.0, 0.5, 3.0]
+
+
+def test_with_frozen_parameters_no_kernel_writes_their_gradients():
+    workloads = [frozen_parameters_workload(wanted, blocks=1) for wanted in ("adapters", "all")]
+    shapes = jax.eval_shape(lambda: workloads[0].draw(0, 16384, "bfloat16"))
+    alone, every = (cuda_program(workload.function("pallas", "bfloat16"), *shapes) for workload in workloads)
+    for kernel in ("layer_norm_backward", "linear_backward_weights"):
+        assert kernel in every and kernel not in alone
+
+
+def test_gradients_of_all_parameters_have_more_results_and_equal_gradients_of_the_adapters():
+    workloads = [frozen_parameters_workload(wanted, features=128, blocks=2, rank=4) for wanted in ("adapters", "all")]
+    arguments = workloads[0].draw(0, 8, "float32")
+    alone, (adapters, frozen) = (workload.function("xla", "float32")(*arguments) for workload in workloads)
+    assert relative_error(floats(alone), floats(adapters)) < 1e-5
+    assert len(floats(alone)) == 8 and sum(a.size for a in floats(frozen)) > sum(a.size for a in floats(adapters))

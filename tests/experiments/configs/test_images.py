@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from experiments.configs.images import ImageConfig, classification_loss
+from experiments.configs.images import ImageConfig, LeNetConfig, MixerConfig, classification_loss
 from experiments.data import augmentation, datasets
 
 
@@ -45,3 +46,37 @@ def test_the_loss_is_in_float32_and_comes_with_the_likeliest_class():
     loss, classes = classification_loss(lambda images: logits, None, jnp.array([1, 1]), implementation="xla")
     np.testing.assert_allclose(loss, np.log1p(np.exp([-2.0, 1.0])), rtol=1e-6)
     assert loss.dtype == jnp.float32 and classes.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_is_that_of_the_computation_alone(dtype):
+    config = LeNetConfig(precision=f"mixed_{dtype}")
+    images, labels = jnp.zeros((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
+
+    def run():
+        model, loss = config.build(jax.random.key(0))
+        return nnx.state(model, nnx.Param), model(images), loss(model, images, labels)[0]
+
+    parameters, logits, losses = jax.eval_shape(run)
+    assert logits.dtype == dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(parameters)} == {jnp.dtype("float32")}
+    assert losses.dtype == jnp.float32
+
+
+def test_the_settings_are_the_models():
+    config = MixerConfig(patch=14, channels=8, blocks=3, implementation="xla", precision="mixed_bfloat16")
+    model = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0])
+    assert (model.patch, model.dtype, len(model.blocks)) == (14, "bfloat16", 3)
+    assert model.embed.weight.shape == (8, 14 * 14)
+    assert {block.implementation for block in model.blocks} == {"xla"}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("patch", 5), ("patch", 0), ("channels", 0), ("blocks", 1.5)])
+def test_what_no_mixer_can_have_is_refused(setting, value):
+    with pytest.raises(ValueError, match=f"{setting} is {value}; wants a"):
+        MixerConfig(**{setting: value})
+
+
+def test_it_learns_more_slowly_than_a_lenet():
+    assert MixerConfig().learning_rate == 1e-3
+    assert MixerConfig().batch_size == 16

@@ -1,10 +1,14 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from experiments.configs.logic import LogicConfig
+from experiments.configs import logic
+from experiments.configs.logic import ARCHITECTURES, LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError
 from experiments.training import loop as training
+from jaxbp import ConvolutionalCircuit
 
 
 def test_gradients_are_clipped_element_by_element_at_100():
@@ -40,3 +44,98 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
     with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConfig(**{field: value})
+
+
+def shapes(config, images):
+    found = []
+
+    def build(key):
+        model, _ = config.build(key)
+        x = config.bits(images)
+        for layer in model.convolutions:
+            x = layer(x)
+            found.append(x.shape[1:])
+        found.append([layer.logits.shape[0] for layer in model.head.layers])
+        return x
+
+    jax.eval_shape(build, jax.random.key(0))
+    return found
+
+
+def test_the_network_for_mnist_is_as_its_docstring_says():
+    config = LogicConvConfig(dataset="mnist", kernels=4)
+    *images, widths = shapes(config, jnp.zeros((1, 1, 28, 28)))
+    assert images == [(4, 12, 12), (12, 5, 5), (36, 3, 3)]
+    assert widths == [4 * 1280, 4 * 640, 4 * 320]
+
+
+def test_the_network_for_cifar_10_ends_in_2_x_2_places():
+    config = LogicConvConfig(dataset="cifar10", kernels=2)
+    *images, _ = shapes(config, jnp.zeros((1, 3, 32, 32)))
+    assert images == [(2, 16, 16), (8, 8, 8), (32, 4, 4), (64, 2, 2)]
+    assert (config.levels, config.weight_decay, config.learning_rate, config.batch_size) == (3, 0.002, 0.02, 128)
+
+
+@pytest.mark.parametrize(
+    ("size", "gates", "pools"), [("s", 143_024, 10_512), ("m", 572_096, 42_048), ("l", 1_179_948, 86_724)]
+)
+def test_the_placed_gates_of_mnists_sizes_are_those_of_the_docstring(size, gates, pools):
+    text, k = logic.__doc__, LogicConvConfig(dataset="mnist", size=size).kernels
+    assert (8939 * k, 657 * k) == (gates, pools)
+    assert f"{gates:,}" in text and f"{pools:,}" in text and f"{k})" in text
+
+
+def test_placed_gates_are_8939_and_657_of_the_pools_for_each_k():
+    model, _ = LogicConvConfig(dataset="mnist", kernels=1).build(jax.random.key(0))
+    circuit = model.harden()
+    assert isinstance(circuit, ConvolutionalCircuit) and circuit.placed_gates == 8939 + 657
+
+
+def test_every_dataset_has_three_sizes_that_make_settings():
+    for dataset, architecture in ARCHITECTURES.items():
+        configs = [LogicConvConfig(dataset=dataset, size=size) for size in ("s", "m", "l")]
+        assert [config.kernels for config in configs] == sorted({size.kernels for size in architecture.sizes.values()})
+        assert all(config.tau > 0 and config.epochs > 0 for config in configs)
+
+
+def test_what_is_asked_for_goes_before_the_sizes():
+    config = LogicConvConfig(dataset="mnist", size="m", tau=3.0, levels=2, shift=0, weight_decay=0.5, batch_size=7)
+    assert (config.tau, config.levels, config.shift, config.weight_decay, config.batch_size) == (3.0, 2, 0, 0.5, 7)
+    assert config.kernels == 64
+
+
+def test_bits_are_thresholds_of_each_channel():
+    images = jnp.asarray(np.random.default_rng(0).random((2, 3, 32, 32)), jnp.float32)
+    bits = LogicConvConfig(dataset="cifar10", levels=3).bits(images)
+    assert bits.shape == (2, 9, 32, 32)
+    assert (bits[:, 4] == (images[:, 1] > 0.5)).all()
+
+
+def test_the_evaluation_is_hardened():
+    config = LogicConvConfig(kernels=1, initialization="normal")
+    model, loss = config.build(jax.random.key(0))
+    images, labels = jnp.asarray(np.random.default_rng(0).random((2, 1, 28, 28)), jnp.float32), jnp.array([1, 2])
+    hard = nnx.jit(config.evaluation(loss))(model, images, labels)[0]
+    scores = model.harden()(np.asarray(config.bits(images)) > 0).reshape(2, 10, -1).sum(axis=-1) / config.tau
+    wanted = np.log(np.exp(scores).sum(axis=-1)) - scores[[0, 1], [1, 2]]
+    np.testing.assert_allclose(hard, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("size", "xl", "one of s, m, l"),
+        ("kernels", 0, "a whole number of at least 1"),
+        ("tau", 0.0, "a finite number above 0"),
+        ("levels", 0, "a whole number of at least 1"),
+        ("weight_decay", -1.0, "a finite number of at least 0"),
+        ("residual_logit", 0.0, "a finite number above 0"),
+        ("shift", 28, "a whole number from 0 to 27"),
+        ("dataset", "cifar", "one of digits, mnist, fashion_mnist, cifar10"),
+        ("initialization", "zeros", "one of residual, normal"),
+        ("parametrization", "fourier", "one of softmax, input_wise, walsh"),
+    ],
+)
+def test_settings_that_no_convolutional_run_can_have_are_refused(field, value, wanted):
+    with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
+        LogicConvConfig(**{field: value})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import configs, train
-from experiments.training import checkpoints, curves, run_directory
+from experiments.training import checkpoints, pictures, run_directory
 from experiments.training.loop import TIMINGS
 
 POSITIONS = 2
@@ -36,7 +36,7 @@ def quick(toy_config, prepared_once, tmp_path_factory):
         patch.setitem(configs.EXPERIMENTS, "toy", toy_config)
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(checkpoints, "save_state", saved)
-        patch.setattr(curves, "draw", lambda title, *_: b"\x89PNG" + title.encode() * 50)
+        patch.setattr(pictures, "curves", lambda title, *_: b"\x89PNG" + title.encode() * 50)
         yield
 
 

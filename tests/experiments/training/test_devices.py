@@ -10,7 +10,7 @@ import pytest
 from experiments import train
 from experiments.configs import LogicConfig
 from experiments.data.datasets import Dataset
-from experiments.training import curves, devices, run_directory
+from experiments.training import devices, pictures, run_directory
 from experiments.training import loop as training
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_gradients_are_summed_in_the_parameters_dtype_and_not_in_that_of_the_com
 
 
 def test_a_run_of_four_devices_goes_on_with_two(toy_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     four, mixed = tmp_path / "four", tmp_path / "mixed"
     train.train(toy_config(run_dir=four, devices=4))
     shutil.copytree(four, mixed)

@@ -1,3 +1,4 @@
+import functools
 import json
 import re
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench import peers
-from experiments.bench.peers import published_automaton
+from experiments.bench.peers import published_automaton, table
 from experiments.bench.rows import Case, Settings
 
 
@@ -14,10 +15,11 @@ def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkey
     libraries = {"PyTorch": "torch", "causal-conv1d": "causal_conv1d", "Liger-Kernel": "liger_kernel"}
     libraries |= {"QuACK": "quack", "cuDNN": "torch"}
     libraries |= {"tokamax": "tokamax", "torchlogix": "torch"}  # cuDNN's and torchlogix's modules import torch first
-    for peer, library in libraries.items():
+    for library in libraries.values():
         monkeypatch.setitem(sys.modules, library, None)
-        monkeypatch.delitem(sys.modules, peers.PEERS[peer], raising=False)
-    assert list(peers.installed()) == ["published automaton"]
+    for module in ("torch", "torchlogix"):
+        monkeypatch.delitem(sys.modules, f"experiments.bench.peers.{module}", raising=False)
+    assert list(table.installed()) == ["published automaton"]
     lines = [
         rf"the peer {peer} is left out, because its import failed: .*{library}.*\n"
         for peer, library in libraries.items()
@@ -26,7 +28,7 @@ def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkey
 
 
 def test_a_run_without_the_peers_asked_for_goes_on(quickly, monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", {"Peer": "no_such_module"})
+    monkeypatch.setattr(table, "PEERS", {"Peer": functools.partial(table.module, "no_such_module")})
     code, report = quickly("--peers")
     assert code == 0 and all(row["peer"] is None for row in report["rows"])
 

@@ -3,14 +3,49 @@ import json
 import re
 import shutil
 import subprocess
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cells import checkerboard, checkerboard_target, life, random_circuit
 
-from experiments.output.cellular_page import words_of, write_page
+from experiments.output import pages
+from experiments.output.pages import words_of, write_page
 from jaxbp import CellularCircuit
+
+
+def test_the_page_is_well_formed_and_has_all_numbers(comparison):
+    _, report, text = comparison
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f".//{svg}svg")) == 2
+    shown = "".join(root.itertext())
+    for one in report["measured"]:
+        assert f" {one['gradients']['microseconds']:.1f} " in shown
+    for difference in report["measured"][1]["differences"]:
+        assert f" {difference['relative']:.1e} " in shown
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    for reference in re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text):
+        assert ids.count(reference) == 1
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(comparison):
+    root = ElementTree.fromstring(comparison[2].removeprefix("<!DOCTYPE html>"))
+    assert not {element.tag for element in root.iter()} & {"script", "link", "img", "iframe", "object", "base"}
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            if name.rpartition("}")[2] in ("href", "src", "srcset", "action", "data"):
+                assert value.startswith("#")
+    assert all(inside.startswith("#") for inside in re.findall(r"url\(([^)]*)\)", comparison[2]))
+    assert "@import" not in comparison[2]
+
+
+def test_the_page_is_for_day_and_night_and_for_phones(comparison):
+    text = comparison[2]
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert "currentColor" in text and pages._TEXT not in text
+
 
 TICKS = 100
 
@@ -109,7 +144,7 @@ def test_the_page_in_a_browser_heals_what_a_click_destroys(tmp_path):
     assert f'<dd id="tick">{TICKS}</dd>' in page
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(tmp_path):
+def test_the_page_of_an_automaton_asks_for_nothing_from_elsewhere(tmp_path):
     write_page(tmp_path / "page.html", *AUTOMATA["a checkerboard"])
     text = (tmp_path / "page.html").read_text()
     assert not re.search(

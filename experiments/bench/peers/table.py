@@ -1,0 +1,172 @@
+"""The table of peers. A peer is imported by its function here, so that the bench runs without its library."""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from typing import NamedTuple
+
+import jax
+
+from experiments.bench.measure import floats, time_chain
+from experiments.bench.peers import Task, Variant
+from experiments.bench.workloads import forward_and_backward, one_after_another
+
+EPS = 1e-5  # the default of jaxbp's norms
+
+
+class Peer(NamedTuple):
+    version: str
+    variants: Callable[[Task], Iterable[Variant]]
+
+
+def installed() -> dict[str, Peer]:
+    peers = {}
+    for name, load in PEERS.items():
+        try:
+            peers[name] = load()
+        except Exception as error:  # a broken installation can raise anything
+            print(f"the peer {name} is left out, because its import failed: {error}")
+    return peers
+
+
+def module(name: str) -> Peer:
+    found = importlib.import_module(f"experiments.bench.peers.{name}")
+    return Peer(found.VERSION, found.variants)
+
+
+def on_torch(package: str, forwards: Mapping[str, Callable], backwards: Mapping[str, Callable], best: int = 1) -> Peer:
+    """Return a peer with functions of PyTorch tensors, timed in eager mode and in CUDA graphs: see `torch.ops`."""
+    from experiments.bench.peers.torch import ops, variants_of
+
+    def variants(task):
+        return variants_of(task, ops(forwards, backwards), [], best) if task.op in forwards | backwards else ()
+
+    return Peer(metadata.version(package), variants)
+
+
+def causal_conv1d() -> Peer:
+    """The depthwise convolution of Mamba's authors."""
+    from causal_conv1d import causal_conv1d_fn
+
+    from experiments.bench.peers.torch import depthwise_conv1d
+
+    convolve = functools.partial(depthwise_conv1d, lambda x, w, b: causal_conv1d_fn(x, w[:, 0], b, activation=None))
+    return on_torch("causal-conv1d", {"conv1d": convolve}, {})
+
+
+def liger() -> Peer:
+    """Liger-Kernel's norms and dense layer with cross-entropy."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
+        return LigerFusedLinearCrossEntropyFunction.apply(x, w, labels, b, None, -100, 0.0, 0.0, reduction or "none")[0]
+
+    def backward(dy, x, scale, mean, inv_std):
+        return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # reads only the dtype of the bias
+
+    forwards = {
+        "layer_norm": lambda x, scale, bias: LigerLayerNormFunction.apply(x, scale, bias, EPS),
+        "linear_softmax_cross_entropy": linear_softmax_cross_entropy,
+        "rms_norm": lambda x, scale: LigerRMSNormFunction.apply(x, scale, EPS, 0.0, "gemma", False),
+    }
+    version, found = on_torch("liger-kernel", forwards, {"layer_norm_backward": backward}, best=2)
+
+    def variants(task):
+        # The dense layer with cross-entropy reads a tensor on the host, which a CUDA graph cannot capture.
+        wanted = "eager" if task.op == "linear_softmax_cross_entropy" else "CUDA graph"
+        return [variant for variant in found(task) if task.choice != "best" or variant[0].startswith(wanted)]
+
+    return Peer(version, variants)
+
+
+def quack() -> Peer:
+    """QuACK's norms, and its dense layer with cross-entropy."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm, rmsnorm_bwd
+    from torch.autograd import Function
+
+    class LayerNorm(Function):
+        @staticmethod
+        def forward(ctx, x, scale, bias):
+            y, inv_std, mean = layernorm_fwd(x, scale.float(), bias.float(), EPS, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, scale, inv_std, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, scale, inv_std, mean = ctx.saved_tensors
+            return layernorm_bwd(x, scale, dy, inv_std, mean)
+
+    def linear_softmax_cross_entropy(x, w, labels, *, reduction="mean"):
+        return chunked_linear_cross_entropy(x, w, labels, reduction=reduction)
+
+    forwards = {
+        "layer_norm": LayerNorm.apply,
+        "linear_softmax_cross_entropy": linear_softmax_cross_entropy,
+        "rms_norm": lambda x, scale: rmsnorm(x, scale, eps=EPS),
+    }
+    backwards = {
+        "layer_norm_backward": lambda dy, x, scale, mean, inv_std: layernorm_bwd(x, scale, dy, inv_std, mean),
+        "rms_norm_backward": lambda dy, x, scale, inv_rms: rmsnorm_bwd(x, scale, dy, inv_rms)[:2],
+    }
+    return on_torch("quack-kernels", forwards, backwards)
+
+
+def cudnn() -> Peer:
+    """cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend."""
+    import torch
+    from cudnn.ops.norm import layer_norm, rms_norm  # importing these functions registers the operators
+
+    def rows(a):
+        return a.reshape(-1, a.shape[-1], 1, 1)
+
+    def layer_norm_backward(dy, x, scale, mean, inv_std):
+        statistics = (a.reshape(-1, 1, 1, 1) for a in (mean, inv_std))
+        dx, *gradients = torch.ops.cudnn.layernorm_bwd(rows(dy), rows(x), rows(scale.float()), *statistics)
+        return dx.reshape(x.shape), *(a.reshape(scale.shape) for a in gradients)
+
+    def rms_norm_backward(dy, x, scale, inv_rms):
+        dx, dscale, _ = torch.ops.cudnn.rmsnorm_bwd(rows(dy), rows(x), rows(scale), inv_rms.reshape(-1, 1, 1, 1))
+        return dx.reshape(x.shape), dscale.reshape(scale.shape)
+
+    forwards = {
+        "layer_norm": lambda x, scale, bias: layer_norm(x, scale.shape, scale, bias, EPS),
+        "rms_norm": lambda x, scale: rms_norm(x, scale, eps=EPS),
+    }
+    backwards = {"layer_norm_backward": layer_norm_backward, "rms_norm_backward": rms_norm_backward}
+    return on_torch("nvidia-cudnn-frontend", forwards, backwards)
+
+
+def tokamax() -> Peer:
+    """tokamax's norms, in JAX with Triton kernels."""
+    import tokamax
+
+    forwards = {
+        "layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS),
+        "rms_norm": lambda x, scale: tokamax.layer_norm(x, scale, None, epsilon=EPS, subtract_mean=False),
+    }
+
+    def measure(task):
+        function = forward_and_backward(forwards[task.op])
+        timed = time_chain(one_after_another(function, task.calls), tuple(task.sets), task.calls, task.seconds)
+        return timed | {"results": floats(jax.jit(function)(*task.small))}
+
+    def variants(task):
+        return [("default", None, functools.partial(measure, task))] if task.op in forwards else ()
+
+    return Peer(metadata.version("tokamax"), variants)
+
+
+PEERS: Mapping[str, Callable[[], Peer]] = {
+    "PyTorch": functools.partial(module, "torch"),
+    "causal-conv1d": causal_conv1d,
+    "Liger-Kernel": liger,
+    "QuACK": quack,
+    "cuDNN": cudnn,
+    "tokamax": tokamax,
+    "torchlogix": functools.partial(module, "torchlogix"),
+    "published automaton": functools.partial(module, "published_automaton"),
+}

@@ -1,0 +1,200 @@
+"""Pictures of runs: learning curves, the gates of a circuit, and the states of a cellular automaton."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+# pyplot has global state, and depends on the display.
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure, SubFigure
+from PIL import Image
+
+from experiments.data.datasets import Dataset
+from experiments.output.files import write_atomically
+from experiments.output.pages import COLOURS, PALETTES
+from experiments.training.compiled import AnyCircuit
+from experiments.training.loop import Metrics
+from jaxbp import CellularCircuit
+
+GATES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
+GATES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]
+PARTS = ("train", "test")
+COLUMNS, MOST_MISTAKES = 10, 30
+
+
+def png(figure: Figure, dpi: int) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return file.getvalue()
+
+
+def curves(
+    title: str,
+    metrics: Sequence[Metrics],
+    dataset: Dataset,
+    predictions: np.ndarray | None,
+    names: tuple[str, str] = ("train", "test"),
+) -> bytes:
+    """Return a PNG with each epoch's loss and error rate, and test images whose `predictions` are wrong."""
+    mistakes = np.zeros(0, int)
+    if predictions is not None and dataset.test_images.ndim == 4:
+        mistakes = np.flatnonzero(predictions != dataset.test_labels)
+    rows = -(-min(len(mistakes), MOST_MISTAKES) // COLUMNS)
+    heights = [4.0] + ([0.5 + 1.15 * rows] if rows else [])
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    figure.suptitle(title)
+    above, *below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    scales = [line.loss_scale for line in metrics if line.loss_scale is not None]
+    loss, error, *scale = above.subplots(1, 3 if scales else 2)
+    _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
+    errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
+    # A logarithmic axis cannot show 0, so no mistakes count as half a mistake.
+    least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
+    _draw_curves(error, metrics, "error rate", errors, names, least)
+    for axes in scale:
+        _draw_curves(axes, metrics, "loss scale", [scales], [f"{sum(line.skipped_steps for line in metrics)} skipped"])
+    for figure_below in below:
+        _draw_mistakes(figure_below, dataset, predictions, mistakes, rows)
+    return png(figure, 120)
+
+
+def _draw_curves(
+    axes: Axes,
+    metrics: Sequence[Metrics],
+    quantity: str,
+    lines: Sequence[Sequence[float]],
+    names: Sequence[str],
+    least: Sequence[float] | None = None,
+) -> None:
+    epochs = [line.epoch for line in metrics]
+    for values, name, lowest in zip(lines, names, least or [0.0] * len(lines), strict=True):
+        marker = "." if len(epochs) < 30 else None
+        last = f"{values[-1]:,.0f}" if values[-1] >= 1000 else f"{values[-1]:.4f}"
+        axes.plot(epochs, np.maximum(values, lowest), marker=marker, label=f"{name} ({last})")
+    axes.set_yscale("log")
+    axes.set_xlabel("epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(quantity)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray, mistakes: np.ndarray, rows: int):
+    figure.suptitle(f"{len(mistakes)} of {len(predictions)} test images are misclassified (true label → predicted)")
+    grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, index in zip(grid, mistakes, strict=False):
+        pixels = np.moveaxis(dataset.test_images[index], 0, -1)
+        axes.imshow(pixels, cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(f"{dataset.test_labels[index]} → {predictions[index]}", fontsize=9)
+
+
+def gates(circuit: AnyCircuit, title: str) -> bytes:
+    counts = circuit.histogram()
+    figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
+    figure.suptitle(f"{title}: the gates of each layer")
+    rows = figure.subplots(len(counts), sharex=True, squeeze=False)[:, 0]
+    for i, (axes, layer) in enumerate(zip(rows, counts, strict=True), start=1):
+        axes.bar(np.arange(len(layer)), layer)
+        axes.set_ylabel(f"layer {i}")
+        axes.grid(axis="y", alpha=0.3)
+    rows[-1].set_xticks(np.arange(len(GATES)), GATES, rotation=45)
+    return png(figure, 100)
+
+
+FRAMES = 8
+GIF_PIXELS = 384
+"""The largest side of a GIF, unless the grid has more cells."""
+GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
+
+
+def write_pictures(
+    folder: Path,
+    circuit: CellularCircuit,
+    initial_state: Bool[np.ndarray, "height width channels"],
+    large_state: Bool[np.ndarray, "large_height large_width channels"],
+    ticks: int,
+    *,
+    visible: int = 1,
+    fire_rate: float = 1.0,
+    seed: int = 0,
+) -> list[Path]:
+    """Write pictures of three runs of an automaton, and return their paths.
+
+    The pictures show the first `visible` channels. The runs start from `initial_state`, `large_state`, and the first
+    run's last state with zeros in a square.
+    """
+
+    def run(state, number):
+        return circuit.states(state[None], ticks, fire_rate=fire_rate, seed=seed + number)[:, 0]
+
+    grown = run(initial_state, 0)
+    runs = {
+        "as trained": grown,
+        "a larger grid": run(large_state, 1),
+        "a square destroyed": run(with_square_destroyed(grown[-1]), 2),
+    }
+    names = ("automaton.gif", "automaton_large.gif", "automaton_healing.gif")
+    files = {"automaton.png": strip(runs, visible)}
+    files |= {name: animation(states, visible) for name, states in zip(names, runs.values(), strict=True)}
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    return [folder / name for name in files]
+
+
+def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
+    height, width, _ = state.shape
+    side = side or max(1, min(height, width) // 2)
+    top, left = (height - side) // 2, (width - side) // 2
+    state = state.copy()
+    state[top : top + side, left : left + side] = False
+    return state
+
+
+def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: int) -> Int[np.ndarray, "..."]:
+    if visible not in PALETTES or states.shape[-1] < visible:
+        raise ValueError(
+            f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the number of channels"
+        )
+    return states[..., :visible] @ (1 << np.arange(visible))
+
+
+def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
+    """Return a PNG with one row of images per run, which show the automaton at evenly spaced ticks."""
+    colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
+    figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), FRAMES, squeeze=False)
+    for row, (name, states) in zip(grid, runs.items(), strict=True):
+        ticks = np.unique(np.linspace(0, len(states) - 1, FRAMES).round().astype(int))
+        for axes, tick in zip(row, ticks, strict=False):
+            axes.imshow(picture(states[tick], visible), colours, vmin=0, vmax=colours.N - 1, interpolation="nearest")
+            axes.set_title(f"tick {tick}", fontsize=8)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            for spine in axes.spines.values():
+                spine.set_color("#d8dee4")
+        for axes in row[len(ticks) :]:
+            axes.set_axis_off()
+        row[0].set_ylabel(name, fontsize=9)
+    return png(figure, 150)
+
+
+def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
+    scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
+    palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
+    first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]
+    durations: Sequence[int] = [GIF_MILLISECONDS] * len(others) + [GIF_LAST_MILLISECONDS]
+    gif = io.BytesIO()
+    first.save(gif, format="gif", save_all=True, append_images=others, duration=durations, loop=0)
+    return gif.getvalue()
+
+
+def _frame(picture: np.ndarray, scale: int, palette: list[int]) -> Image.Image:
+    frame = Image.fromarray(picture.repeat(scale, axis=0).repeat(scale, axis=1).astype(np.uint8))
+    frame.putpalette(palette)
+    return frame
