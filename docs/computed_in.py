@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from figures.cells import markdown
 from jax.extend.core import jaxprs_in_params
+from launches import vjp
 
 from jaxbp.catalogue import CATALOGUE, Case, Entry
 from jaxbp.verify.arguments import floats, is_float
@@ -59,27 +61,19 @@ def found(name: str, implementation: str, dtype: str) -> Found:
 
 def _walk_case(entry: Entry, case: Case, implementation: str, dtype: str, dtypes: Found) -> None:
     op = functools.partial(entry.function, **case.options, implementation=implementation)
+
+    def with_gradients(*arrays):
+        y, gradients = vjp(op, arrays)
+        return (y, gradients([jnp.ones_like(a) for a in y])), jax.tree.leaves(gradients)
+
+    is_backward = "_backward" in entry.name
+    function = (lambda *arrays: (op(*arrays), [])) if is_backward else with_gradients
     arguments = case.structs(case.batch or BATCH, dtype)
-    function = op if "_backward" in entry.name else functools.partial(_with_gradients, op)
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    results, kept = (shapes, []) if function is op else shapes
+    closed, (results, kept) = jax.make_jaxpr(function, return_shape=True)(*arguments)
     given, out = set(closed.jaxpr.invars), closed.jaxpr.outvars
     walk(closed.jaxpr, dtypes)
     dtypes["results"] |= {a.dtype.name for a in floats(results)}
-    out_kept = out[len(out) - len(jax.tree.leaves(kept)) :]
-    dtypes["kept"] |= {"inputs" if v in given else v.aval.dtype.name for v in out_kept}
-
-
-def _with_gradients(op, *arrays):
-    """Return `((results, gradients), arrays saved for the backward)`."""
-    leaves, structure = jax.tree.flatten(arrays)
-
-    def of_floats(*values):
-        values = iter(values)
-        return floats(op(*jax.tree.unflatten(structure, [next(values) if is_float(a) else a for a in leaves])))
-
-    y, vjp = jax.vjp(of_floats, *floats(arrays))
-    return (y, vjp([jnp.ones_like(a) for a in y])), jax.tree.leaves(vjp)
+    dtypes["kept"] |= {"inputs" if v in given else v.aval.dtype.name for v in out[len(out) - len(kept) :]}
 
 
 def walk(jaxpr: Any, dtypes: Found) -> Found:
@@ -115,19 +109,15 @@ def table() -> str:
             cells = {"both": cells["xla"]}
         for of, text in cells.items():
             lines.setdefault((of, *text), []).append(f"`{name}`")
-    rows = [HEAD, ("---",) * len(HEAD), *((", ".join(lines[key]), *key) for key in sorted(lines, key=_order))]
+    rows = [(", ".join(lines[key]), *key) for key in sorted(lines, key=_order)]
     results = set().union(*(found(name, of, HALVES[0])["results"] for name in names for of in ours(name)))
-    return "\n".join(
-        [
-            *("| " + " | ".join(row) + " |" for row in rows),
-            "",
-            f"*half* is the dtype of the inputs, {' or '.join(HALVES)}. "
-            f"Results and gradients have the dtype {_text(results)}. "
-            "XLA's products are summed in float32, and then rounded to the dtype in the table. "
-            "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
-            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`. An empty cell means that "
-            "an op has no such computation, or saves no array.",
-        ]
+    return (
+        f"{markdown(HEAD, rows, numbers=False)}\n\n*half* is the dtype of the inputs, {' or '.join(HALVES)}. "
+        f"Results and gradients have the dtype {_text(results)}. "
+        "XLA's products are summed in float32, and then rounded to the dtype in the table. "
+        "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
+        "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`. An empty cell means that "
+        "an op has no such computation, or saves no array."
     )
 
 

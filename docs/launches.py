@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from figures.cells import markdown
 
 from jaxbp.catalogue import CATALOGUE, Entry
 from jaxbp.common.checks import KERNEL_DTYPES
@@ -42,27 +43,31 @@ def launches(entry: Entry, place: str, dtype: str) -> Launches:
     """Return the kernels of the op and its gradients on Hopper, at JAX's default precision."""
     case = entry.real[place]
     op = functools.partial(entry.function, **case.options, implementation="pallas")
-    function = op if "_backward" in entry.name else functools.partial(_with_gradients, op)
+
+    def with_gradients(*arrays):
+        y, gradients = vjp(op, arrays)
+        return y, gradients(y)
+
+    function = op if "_backward" in entry.name else with_gradients
     try:
         with targeting(HOPPER), jax.default_matmul_precision("default"):
-            lowered = (
-                jax.jit(function).trace(*case.structs(case.batch or BATCH, dtype)).lower(lowering_platforms=("cuda",))
-            )
+            traced = jax.jit(function).trace(*case.structs(case.batch or BATCH, dtype))
+            lowered = traced.lower(lowering_platforms=("cuda",))
     except NotImplementedError as error:
         return str(error)
     calls = [line for line in lowered.as_text().splitlines() if "@mosaic_gpu" in line]
     return sorted({_NAME.search(line)[1] for line in calls})
 
 
-def _with_gradients(op: Callable, *arrays: Any) -> Any:
+def vjp(op: Callable, arrays: Sequence[Any]) -> tuple[Any, Callable]:
+    """Return the results of `op`, and the function from their cotangents to the gradients of the floating arrays."""
     leaves, structure = jax.tree.flatten(arrays)
 
     def of_floats(*values):
         values = iter(values)
         return floats(op(*jax.tree.unflatten(structure, [next(values) if is_float(a) else a for a in leaves])))
 
-    y, vjp = jax.vjp(of_floats, *floats(leaves))
-    return y, vjp(y)
+    return jax.vjp(of_floats, *floats(leaves))
 
 
 def table() -> str:
@@ -72,10 +77,12 @@ def table() -> str:
         forward, cells = name.removesuffix("_backward"), _cells(found, name)
         if name == forward or forward not in found or cells != _cells(found, forward):
             lines.setdefault(cells, []).append(f"`{name}`")
-    rows = [("ops", *KERNEL_DTYPES), ("---",) * (1 + len(KERNEL_DTYPES))]
-    for cells, names in lines.items():
-        rows.append((", ".join(names), cells[0], *("the same" if cell == cells[0] else cell for cell in cells[1:])))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    head = ("ops", *KERNEL_DTYPES)
+    rows = [
+        (", ".join(names), first, *("the same" if cell == first else cell for cell in others))
+        for (first, *others), names in lines.items()
+    ]
+    return markdown(head, rows, numbers=False)
 
 
 def _cells(found: dict, name: str) -> tuple[str, ...]:

@@ -49,10 +49,13 @@ def temporaries(row: Row | None) -> str:
     return mebibytes(row.get("temporary_bytes") if row else None)
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table. Leave out columns that are empty in every line, except for the first column."""
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], numbers: bool = True) -> str:
+    """Return a table. Leave out columns that are empty in every line, except for the first column.
+
+    With `numbers`, all columns but the first and `WHY` are aligned to the right.
+    """
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
-    rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
+    rule = ["---:" if numbers and heading not in (head[0], WHY) else "---" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
 
 

@@ -1,11 +1,13 @@
-"""Tables of training runs, studies over seeds, profiles, checks, and runs on several devices."""
+"""Tables of training runs, studies over seeds, profiles, checks, runs on several devices, and tested versions."""
 
 import json
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Sequence
 
+from figures import measurements
 from figures.cells import day, devices, link, markdown, mebibytes, number, percent
 from figures.measurements import Report, Reports, Row, all_rows, grouped, time
 
@@ -328,13 +330,23 @@ def program_costs(reports: Reports) -> str:
     return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
 
 
-def computed_in(reports: Reports) -> str:
-    from computed_in import table
-
-    return table()
-
-
-def launches(reports: Reports) -> str:
-    from launches import table
-
-    return table()
+def supported(reports: Reports) -> str:
+    """Return a table with one line per version of Python that CI or a run on a GPU uses."""
+    root, by_ci = measurements.DOCS.parent, "by CI, with every test"
+    oldest, newest = re.findall(
+        r"^(?:oldest|newest)=\$\(find_python python(\S+)", (root / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    dependencies = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    (jax,) = (each.removeprefix("jax>=") for each in dependencies if each.startswith("jax>="))
+    lines = [(oldest, jax, "none", by_ci), (newest, "the newest", "none", by_ci)]
+    on_gpus: dict[tuple[str, str], dict[str, str]] = {}
+    for name, report in reports.items():
+        if report.get("platform") == "gpu":
+            versions = report["versions"]
+            key = versions["python"].rpartition(".")[0], versions["jax"]
+            on_gpus.setdefault(key, {})[report["device"]] = name
+    for key, runs in on_gpus.items():
+        latest = ", ".join(map(link, sorted(runs.values())))
+        lines.append((*key, " and ".join(sorted(runs)), f"by the tests marked `gpu`, and by runs such as {latest}"))
+    lines.sort(key=lambda line: [int(part) for part in line[0].split(".")])
+    return markdown(("Python", "JAX", "GPU", "tested"), lines, numbers=False)

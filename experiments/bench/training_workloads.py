@@ -47,7 +47,7 @@ def logic_workload(
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {FOUR_COEFFICIENTS: _scores} if parametrization == "softmax" else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
-    options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
+    options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimizer=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
         name, f"6x{gates}", {"gates": gates}, network, (784,), batches, baselines=baselines, **options
@@ -125,7 +125,7 @@ def logic_conv_workload(place: str, parametrization: Parametrization = "softmax"
     With bits, values in a pooling window would be nearly equal, so rounding would decide which value gets the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
-    batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
+    batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimizer=_ADAM)
     return _training_step("logic-conv", place, {"place": place}, network, sizes.shape, batches, **options)
 
 
@@ -169,7 +169,7 @@ def _training_step(
     *,
     losses: Callable = _cross_entropy,
     draw_inputs: Callable[[jax.Array, tuple[int, ...]], jax.Array] = jax.random.uniform,
-    optimiser: Callable[..., FusedOptimizer] | None = None,
+    optimizer: Callable[..., FusedOptimizer] | None = None,
     error_batch: int = 128,
     baselines: Mapping[str, Callable] | None = None,
 ) -> Workload:
@@ -202,7 +202,7 @@ def _training_step(
         inputs = draw_inputs(input_key, (batch, *shape)).astype(dtype)
         return with_scale(parts(None, dtype)[1], dtype), inputs, jax.random.randint(label_key, (batch,), 0, 10)
 
-    chain = functools.partial(training, optimiser=optimiser)
+    chain = functools.partial(training, optimizer=optimizer)
     title = f"{op.removesuffix('-large')} training step {place}".rstrip()
     steps = dict(steps=10, error_batch=error_batch, baselines=baselines or {})
     return Workload(op, place, title, options, batches, function, draw, chain, **steps)
@@ -240,7 +240,7 @@ def automaton_workload(size: int) -> Workload:
         rows, columns = jnp.indices((size, size)) // 2
         return logits, state, ((rows + columns) % 2).astype(jnp.float32)
 
-    chain = functools.partial(training, optimiser=functools.partial(fused_adamw, 0.05, 0.9, 0.99, clip=100.0))
+    chain = functools.partial(training, optimizer=functools.partial(fused_adamw, 0.05, 0.9, 0.99, clip=100.0))
     place, options = f"{size}x{size}", {"size": size}
     return Workload(
         "automaton",
@@ -284,29 +284,29 @@ def training(
     function: Callable,
     calls: int,
     implementation: str | None = "autodiff",
-    optimiser: Callable[..., FusedOptimizer] | None = None,
+    optimizer: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
     """Return a program of `calls` training steps in a scan. `function` is a result of `loss_and_gradients`.
 
-    `optimiser(implementation=...)` makes the optimizer.
+    `optimizer(implementation=...)` makes the optimizer.
     """
-    if optimiser is None:
+    if optimizer is None:
         update = optax.sgd(0.01)
     else:
         # With implementation=None, jaxbp's optimizer uses Optax where Optax is faster.
-        update = optimiser(implementation=None if implementation == "pallas" else implementation)
+        update = optimizer(implementation=None if implementation == "pallas" else implementation)
 
     def program(sets):
         ((state, images, labels),) = sets
 
         def step(carry, _):
             # Without the barrier, XLA moves values that depend only on the images out of the scan.
-            x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
+            x, y, (state, optimizer_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:
-                return apply(update, gradients, optimiser_state, state), loss
+                return apply(update, gradients, optimizer_state, state), loss
             finite, scale = scaled
-            parameters, next_state = apply(update, gradients, optimiser_state, state.parameters, finite)
+            parameters, next_state = apply(update, gradients, optimizer_state, state.parameters, finite)
             return (Scaled(parameters, scale), next_state), loss
 
         parameters = state.parameters if isinstance(state, Scaled) else state

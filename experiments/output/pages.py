@@ -22,7 +22,7 @@ from jaxbp.logic.circuits.cellular_circuit import pack_grid
 from jaxbp.verify import Comparison
 from jaxbp.verify.comparison import color, printed, section
 
-COLOURS = {
+COLORS = {
     "off": "#ffffff",
     "on": "#24292f",
     "c1": "#e5484d",
@@ -75,7 +75,7 @@ def write_page(
     weights = 1 << np.arange(visible)
     values = {
         "title": escape(title),
-        "light": " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items()),
+        "light": " ".join(f"--{name}: {color};" for name, color in COLORS.items()),
         "height": height,
         "width": width,
         "channels": channels,
@@ -90,7 +90,7 @@ def write_page(
         "initial": words_of(initial_state),
         "target": "" if target is None else "".join(f"{value:x}" for value in (target @ weights).ravel()),
         "visible": visible,
-        "colours": json.dumps([f"--{name}" for name in PALETTES[visible]]),
+        "colors": json.dumps([f"--{name}" for name in PALETTES[visible]]),
     }
     template = Path(__file__).with_name("cellular_page.html").read_text(encoding="utf-8")
     write_atomically(Path(path), _Template(template).substitute(values).encode())

@@ -15,7 +15,7 @@ from PIL import Image
 
 from experiments.data.datasets import Dataset
 from experiments.output.files import write_atomically
-from experiments.output.pages import COLOURS, PALETTES
+from experiments.output.pages import COLORS, PALETTES
 from experiments.training.compiled import AnyCircuit
 from experiments.training.loop import Metrics
 from jaxbp import CellularCircuit
@@ -166,13 +166,13 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
     """Return a PNG with one row of images per run, which show the automaton at evenly spaced ticks."""
-    colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
+    colors = ListedColormap([COLORS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)
     for row, (name, states) in zip(grid, runs.items(), strict=True):
         ticks = np.unique(np.linspace(0, len(states) - 1, FRAMES).round().astype(int))
         for axes, tick in zip(row, ticks, strict=False):
-            axes.imshow(picture(states[tick], visible), colours, vmin=0, vmax=colours.N - 1, interpolation="nearest")
+            axes.imshow(picture(states[tick], visible), colors, vmin=0, vmax=colors.N - 1, interpolation="nearest")
             axes.set_title(f"tick {tick}", fontsize=8)
             axes.set_xticks([])
             axes.set_yticks([])
@@ -186,7 +186,7 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
     scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
-    palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
+    palette = [int(COLORS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
     first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]
     durations: Sequence[int] = [GIF_MILLISECONDS] * len(others) + [GIF_LAST_MILLISECONDS]
     gif = io.BytesIO()

@@ -115,19 +115,19 @@ def _tensors(task, arguments):
         dy, indices = arguments
         return dy, _flat_indices(indices, **task.options)
     if task.op in ("layer_norm_backward", "rms_norm_backward"):
-        return *arguments, *_statistics(arguments[1], centred=task.op == "layer_norm_backward")
+        return *arguments, *_statistics(arguments[1], centered=task.op == "layer_norm_backward")
     if task.op == "layer_norm_linear_backward":
         _, x, scale, bias, _ = arguments
-        return *arguments, _layer_norm(x, scale, bias), *_statistics(x, centred=True)
+        return *arguments, _layer_norm(x, scale, bias), *_statistics(x, centered=True)
     if "_backward" not in task.op:
         for a in arguments[0]:
             a.requires_grad_(a.is_floating_point())
     return arguments
 
 
-def _statistics(x, *, centred):
+def _statistics(x, *, centered):
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
-    if centred:
+    if centered:
         return mean, torch.rsqrt(variance + EPS)
     return (torch.rsqrt(variance + mean**2 + EPS),)
 
@@ -278,20 +278,20 @@ FORWARDS = {
 }
 
 
-def training(make: Callable, optimiser_of: Callable) -> Build:
+def training(make: Callable, optimizer_of: Callable) -> Build:
     """Return a function `(task, mode) -> (call, results, fields)`: see `Build`.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.
     """
-    return functools.partial(_training, make, optimiser_of)
+    return functools.partial(_training, make, optimizer_of)
 
 
-def _training(make, optimiser_of, task, mode):
+def _training(make, optimizer_of, task, mode):
     model, parameters, loss_of = make(task, task.sets[0])
     if mode == CHANNELS_LAST:
         model.to(memory_format=torch.channels_last)
-    optimiser, scaler = optimiser_of(parameters), _scaler(task, parameters)
+    optimizer, scaler = optimizer_of(parameters), _scaler(task, parameters)
     if mode == COMPILED_STEP:
         loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
     elif mode in (COMPILED_GRAPH, CHANNELS_LAST):
@@ -301,9 +301,9 @@ def _training(make, optimiser_of, task, mode):
     def step(i):
         if mode == COMPILED_STEP:
             torch.compiler.cudagraph_mark_step_begin()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         scaler.scale(loss_of(model)).backward()
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
         return []
 
@@ -312,7 +312,7 @@ def _training(make, optimiser_of, task, mode):
         scaler = _scaler(task, parameters)
         loss = loss_of(model)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimiser_of(parameters))
+        scaler.unscale_(optimizer_of(parameters))
         scale = [scaler._scale] if scaler.is_enabled() else []
         return _numpy([loss, *(a.grad for a in parameters), *scale])
 

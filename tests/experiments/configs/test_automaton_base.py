@@ -21,7 +21,7 @@ def examples(*numbers, update=0):
     return jnp.stack([seeds(*numbers), jnp.full_like(seeds(*numbers), update)], axis=1)
 
 
-def test_the_published_optimiser_clips_and_decays():
+def test_the_published_optimizer_clips_and_decays():
     adamw = optax.adamw(0.05, b1=0.9, b2=0.99, weight_decay=1e-2)
     params, updates = jnp.array([2.0, -1.0]), []
     for optimizer, first in ((LifeConfig(recipe="published").optimizer(10), 1e9), (adamw, 100.0)):

@@ -55,5 +55,5 @@ def test_where_automata_start():
     assert CheckerboardConfig().starts(seeds(3), (5, 6)).shape == (1, 5, 6, 8)
 
 
-def test_the_letter_is_in_the_colours_of_three_channels():
+def test_the_letter_is_in_the_colors_of_three_channels():
     assert np.array_equal(LetterConfig().pattern(), patterns.letter())

@@ -12,7 +12,7 @@ def test_a_checkerboards_squares_are_of_2_x_2_cells():
     ]
 
 
-def test_drawings_fill_their_grid_and_no_cell_has_two_colours():
+def test_drawings_fill_their_grid_and_no_cell_has_two_colors():
     lizard, letter = patterns.lizard(), patterns.letter()
     assert (lizard.shape, letter.shape) == ((20, 20, 1), (16, 16, 3))
     assert 60 < lizard.sum() < 200

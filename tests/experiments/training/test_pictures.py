@@ -6,7 +6,7 @@ from cells import checkerboard, checkerboard_target, random_circuit
 from matplotlib import figure, image
 from PIL import Image, ImageColor
 
-from experiments.output.pages import COLOURS, PALETTES
+from experiments.output.pages import COLORS, PALETTES
 from experiments.training import pictures
 from experiments.training.loop import Metrics
 from experiments.training.pictures import GIF_PIXELS, animation, picture, strip, with_square_destroyed, write_pictures
@@ -86,8 +86,8 @@ def random_state(*shape):
     return np.random.default_rng(0).random(shape) < 0.4
 
 
-def colours_of(states, visible):
-    table = np.array([ImageColor.getrgb(COLOURS[name]) for name in PALETTES[visible]])
+def colors_of(states, visible):
+    table = np.array([ImageColor.getrgb(COLORS[name]) for name in PALETTES[visible]])
     return table[picture(states, visible)]
 
 
@@ -104,12 +104,12 @@ def test_each_frame_of_a_gif_is_a_state(visible):
     frames = list(frames_of(animation(states, visible)))
     scale = GIF_PIXELS // 20
     assert len(frames) == 7
-    for frame, expected in zip(frames, colours_of(states, visible), strict=True):
+    for frame, expected in zip(frames, colors_of(states, visible), strict=True):
         assert frame.shape == (12 * scale, 20 * scale, 3)
         assert np.array_equal(frame[scale // 2 :: scale, scale // 2 :: scale], expected)
 
 
-def test_the_first_channel_is_the_lowest_bit_of_a_colour():
+def test_the_first_channel_is_the_lowest_bit_of_a_color():
     state = np.array([[[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 1]]], bool)
     assert picture(state, 3).tolist() == [[0, 1, 2, 7]] and picture(state, 1).tolist() == [[0, 1, 0, 1]]
     for visible in (0, 4):
@@ -124,7 +124,7 @@ def test_a_strip_has_a_row_for_each_run_from_its_first_tick_to_its_last():
     one, two = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB")) for png in pictures)
     assert abs(two.shape[0] - 2 * one.shape[0]) <= 2 and two.shape[1] == one.shape[1]
     for png, full in ((one, [0, 7]), (two[two.shape[0] // 2 :], range(1, 7))):
-        on = np.all(png == ImageColor.getrgb(COLOURS["on"]), axis=-1)
+        on = np.all(png == ImageColor.getrgb(COLORS["on"]), axis=-1)
         shares = [part.mean() for part in np.array_split(on, 8, axis=1)]
         assert np.flatnonzero(np.array(shares) > 0.4).tolist() == list(full), shares
 
@@ -143,6 +143,6 @@ def test_a_runs_pictures_are_written_and_what_was_destroyed_is_healed(tmp_path):
     for name, size in (("automaton.gif", 8), ("automaton_large.gif", 16), ("automaton_healing.gif", 8)):
         first, *_, last = frames_of((tmp_path / name).read_bytes())
         scale = GIF_PIXELS // size
-        target = colours_of(checkerboard_target(size, size), 1)
+        target = colors_of(checkerboard_target(size, size), 1)
         assert np.array_equal(last[::scale, ::scale], target), name
         assert not np.array_equal(first[::scale, ::scale], target)

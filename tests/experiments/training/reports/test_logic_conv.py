@@ -34,7 +34,7 @@ def test_the_code_says_what_its_bits_are(finished):
         assert "Input 28 * (28 * level + row) + column: whether a pixel is above\n   (level + 1) / 2" in text
 
 
-def test_inputs_of_colours_are_a_channel_after_the_other(finished):
+def test_inputs_of_colors_are_a_channel_after_the_other(finished):
     circuit = run_directory.load(finished[2])[1].harden()
     comment = logic_conv.comment(LogicConvConfig(dataset="cifar10", levels=2), circuit)
     assert "Input 32 * (32 * (2 * channel + level) + row) + column" in comment
