@@ -1,4 +1,4 @@
-"""The commands of jaxbp: `python -m experiments.{train,check,compare,bench,fuzz,kill,sanitize}`."""
+"""The commands of jaxbp: `python -m experiments.{train,check,compare,bench}`."""
 
 import importlib.util
 import sys

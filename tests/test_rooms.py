@@ -219,7 +219,7 @@ TESTED_ELSEWHERE = {
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),
     "jaxbp/catalogue/cases",
     # CI lacks these libraries.
-    *(f"experiments/bench/peers/{name}" for name in ("causal_conv1d", "cudnn", "liger", "quack", "tokamax", "torch")),
+    "experiments/bench/peers/torch",
 }
 OF_MORE_THAN_A_MODULE = {
     *("jaxbp/catalogue/test_promotion", "jaxbp/catalogue/test_unwanted_gradients"),
@@ -229,7 +229,6 @@ OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/verify/test_planted_mistakes{name}" for name in ("", "_by_data")),
     "experiments/training/test_damage",
     "jaxbp/pairing/test_pair_under_vmap",
-    "experiments/bench/peers/test_init",
 }
 
 

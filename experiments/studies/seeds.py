@@ -7,13 +7,18 @@ Each quoted string is one setting: arguments of `python -m experiments.train`, w
 
 import argparse
 import dataclasses
+import functools
+import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,6 @@ import numpy as np
 from flax import nnx
 
 from experiments import train
-from experiments.children import Done, in_children, share_gpus
 from experiments.configs import LogicConvConfig, TrainingConfig
 from experiments.configs.automaton_base import AutomatonConfig
 from experiments.configs.automaton_experiments import LifeConfig
@@ -36,6 +40,10 @@ from experiments.training.reports.automaton import life, trials
 from experiments.training.reports.logic import relaxed_predictions, samples_per_second
 from jaxbp import pack_bits
 
+PROGRAM = "experiments.studies.seeds"
+STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
+"""A line of an abort's C++ stack trace."""
+KEPT_CHARACTERS = 2000
 Task = tuple[str, int]
 """A setting and a seed."""
 
@@ -47,21 +55,37 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting: 0, 1, ...")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", type=int, metavar="SEED", help="only train one setting, and print its row")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
+    if given.only is not None:
+        print(json.dumps(trained((given.settings[0], given.only))))
+        return 0
+    if given.json is None:
+        parser.error("the following arguments are required: --json")
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
         config_of(task)  # refuses invalid settings before any training
-    share_gpus()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # set before JAX starts: the runs share the GPUs
     compiler = c_compiler() if any("logic-conv" in settings for settings in given.settings) else {}
-    rows = (row_of(done) for done in in_children(trained, tasks, given.processes, given.limit))
-    return write_rows("seeds", args, compiler, rows, given.json)
+    with ThreadPoolExecutor(given.processes) as pool:
+        rows = pool.map(functools.partial(trained_in_a_process, limit=given.limit), tasks)
+        return write_rows("seeds", args, compiler, rows, given.json)
 
 
-def row_of(done: Done) -> dict[str, Any]:
-    settings, seed = done.task
-    outcome = {"failed": f"{done.death}: {done.said}"} if done.death else done.results[0]
-    return {"settings": settings, "seed": seed} | outcome
+def trained_in_a_process(task: Task, limit: float) -> dict[str, Any]:
+    """Return the row of a run. A run that dies or hangs loses only its row, which then has the reason."""
+    settings, seed = task
+    row = {"settings": settings, "seed": seed}
+    command = [sys.executable, "-m", PROGRAM, settings, "--only", str(seed)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit)
+    except subprocess.TimeoutExpired:
+        return row | {"failed": f"no answer in {limit:g} s"}
+    if done.returncode == 0:
+        return row | json.loads(done.stdout.splitlines()[-1])
+    death = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+    return row | {"failed": f"{death}: {STACK.sub('', done.stderr)[-KEPT_CHARACTERS:]}"}
 
 
 def config_of(task: Task) -> TrainingConfig:
@@ -69,7 +93,7 @@ def config_of(task: Task) -> TrainingConfig:
     return train.parse([*shlex.split(settings), "--seed", str(seed)]).experiment
 
 
-def trained(task: Task) -> Iterator[dict[str, Any]]:
+def trained(task: Task) -> dict[str, Any]:
     config = config_of(task)
     config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
     prepared, epochs = loop.prepare(config, dataset), []
@@ -79,7 +103,7 @@ def trained(task: Task) -> Iterator[dict[str, Any]]:
         if config.is_last(metrics.epoch, metrics.test_accuracy):
             break
     nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), params))
-    yield {
+    return {
         "epochs": len(epochs),
         "updates": metrics.step,
         "test_accuracy": metrics.test_accuracy,
