@@ -10,6 +10,7 @@ docs/benchmarks.md has commands, and defines the figures.
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -126,26 +127,19 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
         print("measuring the rates of this GPU", file=sys.stderr, flush=True)
     rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
     report |= rates[config.dtype[0]] | {"rows": []}
-    settings = [
-        Settings(
-            implementations,
-            peers,
-            config.peer_variants,
-            dtype,
-            precision,
-            config.seconds,
-            config.compile_seconds,
-            rates[dtype],
-            times_only,
-            label=label(dtype, precision, config),
-        )
-        for dtype in config.dtype
-        for precision in config.precision
-    ]
-    batches = {workload: config.batch or workload.batches[0 if on_gpu else 1] for workload in workloads}
+
+    def settings(dtype, precision):
+        label = f" in {dtype}" if len(config.dtype) > 1 else ""
+        label += f" at {precision} precision" if len(config.precision) > 1 else ""
+        options = config.seconds, config.compile_seconds, rates[dtype], times_only, label
+        return Settings(implementations, peers, config.peer_variants, dtype, precision, *options)
+
+    every = [settings(*each) for each in itertools.product(config.dtype, config.precision)]
+    batches = {workload: workload.batches[0 if on_gpu else 1] for workload in workloads}
     if config.quick:
-        batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
-    cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
+        batches = {workload: (n,) for workload, n in quick(workloads, on_gpu).items()}
+    sizes = [(workload, n) for workload, default in batches.items() for n in config.batch or default]
+    cases = [Case(workload, n, each) for workload, n in sizes for each in every]
     cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
     note_progress(report, cases)
     try:
@@ -156,11 +150,6 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     finally:
         keep(report, config.json)
     return report
-
-
-def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
-    return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:

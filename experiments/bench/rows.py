@@ -1,8 +1,8 @@
 """Measure the rows of the bench's report.
 
-A workload at one batch size has one row per implementation ("pallas" only if a
-kernel of jaxbp runs), per baseline, and per peer variant. A baseline is another
-formulation in plain JAX. A peer is another library, whose variants are ways to compute the workload.
+A workload at one batch size has one row per implementation ("pallas" only if a kernel of jaxbp runs), per baseline, and
+per peer variant. A baseline is another formulation in plain JAX. A peer is another library, whose variants are ways to
+compute the workload.
 
 No program compiles while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
@@ -61,25 +61,14 @@ class Case:
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
+        self.name = workload.title + settings.label
+        self.title = f"{self.name}, batch {batch}"
+        baselines = workload.baselines if "autodiff" in settings.implementations else ()
+        self._names = [*settings.implementations, *baselines]
         self._programs, self._compiled = {}, {}
-        self._left_out = set()
-
-    @property
-    def name(self) -> str:
-        return self.workload.title + self.settings.label
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        names = [name for name in self._names if name not in self._left_out]
-        return names + [name for name, *_ in self._variants(self._task((), ()))]
-
-    @property
-    def _names(self) -> list[str]:
-        baselines = self.workload.baselines if "autodiff" in self.settings.implementations else ()
-        return [*self.settings.implementations, *baselines]
+        return self._names + [name for name, *_ in self._variants(self._task((), ()))]
 
     @property
     def has_float32_products(self) -> bool:
@@ -98,10 +87,13 @@ class Case:
         slowest = self._roofline_seconds(self.settings.precision, CACHE_BYTES)
         return min(MOST_CALLS, math.ceil(max(PROGRAM_SECONDS / slowest, CACHE_BYTES / self.cost.argument_bytes)))
 
+    @property
+    def _sets(self) -> int:
+        return 1 if self.workload.steps else self.calls
+
     def _roofline_seconds(self, precision: str, working_set: int | None = None) -> float:
         if working_set is None:
-            sets = 1 if self.workload.steps else self.calls
-            working_set = sets * (self.cost.argument_bytes + self.cost.result_bytes)
+            working_set = self._sets * (self.cost.argument_bytes + self.cost.result_bytes)
         return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
 
     def time_compilation(self) -> None:
@@ -116,21 +108,21 @@ class Case:
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
-            for name in self._names:
+            for name in list(self._names):
                 self._submit(name, compiler)
 
     def _submit(self, name, compiler):
         function = self._function(name)
         if name == "pallas" and not self._launches(function):
             print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
-            self._left_out.add(name)
+            self._names.remove(name)
             self._compiled.pop(name, None)
             return
         if name not in self._compiled and not self.settings.times_only:
             self._programs[name, "call"] = compiler.submit(function, *self._structs)
         update = "autodiff" if name in self.workload.baselines else implementation(name)
-        sets = (self._structs,) * (1 if self.workload.steps else self.calls)
-        self._programs[name, "chain"] = compiler.submit(self.workload.chain(function, self.calls, update), sets)
+        chain = self.workload.chain(function, self.calls, update)
+        self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets)
         if self.accuracy is not None:
             self.accuracy.submit(name)
 
@@ -151,10 +143,8 @@ class Case:
         return self.workload.draw(seed, self.batch, self.settings.dtype)
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
-        sets = range(1 if self.workload.steps else self.calls)
-        arguments = jax.block_until_ready(tuple(map(self._draw, sets)))
-        names = [name for name in self._names if name not in self._left_out]
-        runs = [(name, None, self.settings.precision, functools.partial(self._ours, name, arguments)) for name in names]
+        arguments, precision = jax.block_until_ready(tuple(map(self._draw, range(self._sets)))), self.settings.precision
+        runs = [(name, None, precision, functools.partial(self._ours, name, arguments)) for name in self._names]
         if self.settings.peers:
             task = self._task(arguments, self.accuracy.arguments)
             for name, peer, precision, run in self._variants(task):
@@ -218,11 +208,10 @@ class Case:
     def _theirs(self, run):
         measured = run()
         results, reference = measured.pop("results", None), measured.pop("reference", None)
-        if results is None:
-            return measured
-        return measured | {
-            "error": relative_error(results, self.accuracy.reference if reference is None else reference)
-        }
+        if results is not None:
+            reference = self.accuracy.reference if reference is None else reference
+            measured["error"] = relative_error(results, reference)
+        return measured
 
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:

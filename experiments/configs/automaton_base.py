@@ -38,19 +38,10 @@ PUBLISHED: Settings = dict(
     restart_after=0,
     target_accuracy=None,
 )
-HARD_GATES: Settings = dict(
-    pass_through=5.0,
-    weight_decay=0.0,
-    hard_share=1.0,
-    rounded_share=0.0,
-    certainty=0.0,
-    hard_from=0.15,
-    first_gates="a",
-    shrink=1,
-    restart_after=0,
-    target_accuracy=1.0,
+HARD_GATES: Settings = PUBLISHED | dict(
+    pass_through=5.0, weight_decay=0.0, hard_share=1.0, hard_from=0.15, target_accuracy=1.0
 )
-ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
+ROUNDED_STATES: Settings = HARD_GATES | dict(hard_share=0.0, rounded_share=0.1)
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 
@@ -127,12 +118,12 @@ class AutomatonConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        possible = self.first_gates != "returning" or self.channels > 1
-        self._check(
-            "first_gates", possible, "another value, because an automaton with one channel cannot return to its state"
-        )
-        possible = self.first_gates != "separating" or self.trials == 1
-        self._check("first_gates", possible, "another value, because this automaton has more than one initial state")
+        reasons = {
+            "returning": self.channels == 1 and "an automaton with one channel cannot return to its state",
+            "separating": self.trials != 1 and "this automaton has more than one initial state",
+        }
+        reason = reasons.get(self.first_gates)
+        self._check("first_gates", not reason, f"another value, because {reason}")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
 
@@ -146,12 +137,11 @@ class AutomatonConfig(TrainingConfig):
 
     def defaults(self) -> Mapping[str, Any]:
         recipe, updates = self.published
-        settings = {
-            **recipe._asdict(),
-            "updates": updates,
-            **(PUBLISHED if self.recipe == "published" else self.settings),
-        }
-        if self.recipe == "hardening" and self.hardening:
+        settings = {**recipe._asdict(), "updates": updates}
+        if self.recipe == "published":
+            return settings | PUBLISHED
+        settings |= self.settings
+        if self.hardening:
             settings["updates"], settings["epochs"] = self.hardening
         return settings
 
@@ -180,8 +170,7 @@ class AutomatonConfig(TrainingConfig):
     def load(self) -> Dataset:
         in_an_epoch = self.batch_size * -(-self.updates // self.epochs)
         train, test = (
-            np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
-            for n in (in_an_epoch, self.test_examples)
+            np.stack([np.arange(n), np.zeros(n, int)], 1).astype(np.uint32) for n in (in_an_epoch, self.test_examples)
         )
         # A prediction says whether an example is correct. All targets are True.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
@@ -226,11 +215,16 @@ class AutomatonConfig(TrainingConfig):
         of_gates, of_cells = jax.random.split(key)
         logits, options = model.logits, dict(parametrization=self.parametrization, implementation=self.implementation)
         if self.noise:
-            logits = self._noisy(of_gates, logits)
+            logits = _each(lambda key, x: x + self.noise * jax.random.gumbel(key, x.shape, x.dtype), of_gates, logits)
         penalty = self.penalty(logits, update) if self.certainty else 0.0
         if self.hard_share:
             share = self.as_of(update, "hard_share")
-            logits = self._partly_hard(jax.random.fold_in(of_gates, 1), logits, share)
+
+            def partly_hard(key, layer):
+                hard = jax.random.uniform(key, layer.shape[:-1]) < share
+                return gates.straight_through(layer, hard, self.parametrization)
+
+            logits = _each(partly_hard, jax.random.fold_in(of_gates, 1), logits)
             options["parametrization"] = "softmax"
         state, automaton = starts.astype(self.policy.compute_dtype), model.automaton.get_value()
         options |= dict(key=of_cells, fire_rate=self.fire_rate, rounding_rate=self.rounded_share)
@@ -281,16 +275,6 @@ class AutomatonConfig(TrainingConfig):
     def _losses(self, last, starts):
         errors = self.policy.cast_to_output(last[..., : self.visible]) - self.targets(starts)
         return jnp.sum(errors**2, axis=(1, 2, 3)), jnp.all(jnp.abs(errors) < 0.5, axis=(1, 2, 3))
-
-    def _noisy(self, key, logits):
-        return _each(lambda key, x: x + self.noise * jax.random.gumbel(key, x.shape, x.dtype), key, logits)
-
-    def _partly_hard(self, key, logits, share):
-        def partly_hard(key, layer):
-            hard = jax.random.uniform(key, layer.shape[:-1]) < share
-            return gates.straight_through(layer, hard, self.parametrization)
-
-        return _each(partly_hard, key, logits)
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:

@@ -91,22 +91,18 @@ def ops(forwards: Functions, backwards: Functions) -> Build:
 
     Functions in `backwards` return gradients. For a function in `forwards`, PyTorch's autograd also computes gradients.
     """
-    return functools.partial(_op, forwards, backwards)
 
+    def build(task, mode):
+        op = functools.partial((forwards | backwards)[task.op], **task.options)
+        eager, function = op, op
+        if mode.startswith("compile"):
+            function = torch.compile(lambda *arrays: op(*arrays), dynamic=False)
+        if task.op in forwards:
+            eager, function = (functools.partial(_forward_and_backward, f) for f in (eager, function))
+        sets = [_tensors(task, arguments) for arguments in task.sets]
+        return lambda i: function(*sets[i % len(sets)]), lambda: _numpy(eager(*_tensors(task, task.small))), {}
 
-def _op(forwards, backwards, task, mode):
-    op = functools.partial((forwards | backwards)[task.op], **task.options)
-    eager, function = op, op
-    if mode.startswith("compile"):
-        function = torch.compile(lambda *arrays: op(*arrays), dynamic=False)
-    if task.op in forwards:
-        eager, function = (functools.partial(_forward_and_backward, f) for f in (eager, function))
-    sets = [_tensors(task, arguments) for arguments in task.sets]
-
-    def results():
-        return _numpy(eager(*_tensors(task, task.small)))
-
-    return lambda i: function(*sets[i % len(sets)]), results, {}
+    return build
 
 
 def _tensors(task, arguments):
@@ -159,14 +155,6 @@ def _forward_and_backward(function, arrays, cotangents):
     return results + list(torch.autograd.grad(floating, [a for a in arrays if a.requires_grad], cotangents))
 
 
-def _relu_backward(dy, x):
-    return [aten.threshold_backward(dy, x, 0)]
-
-
-def _linear_backward(dy, x, w):
-    return [dy @ w, dy.T @ x, dy.sum(0)]
-
-
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
     # `wanted` is 0 for the gradient with respect to x, and 1 for w.
     none = [False, False, False]
@@ -181,10 +169,6 @@ def _conv2d_backward_input(dy, w, *, input_size, **options):
 
 def _conv2d_backward_weights(dy, x, *, filter_size, **options):
     return _conv2d_backward(dy, x, dy.new_empty(dy.shape[1], x.shape[1], *_pair(filter_size)), 1, **options)
-
-
-def _conv2d_backward_bias(dy):
-    return [dy.sum((0, 2, 3))]
 
 
 def _max_pool2d_backward(dy, indices, *, input_size, window, stride=None, padding=0):
@@ -250,11 +234,11 @@ def _conv2d_relu_max_pool2d(x, w, b, *, window, **options):
 
 
 BACKWARDS = {
-    "relu_backward": _relu_backward,
-    "linear_backward": _linear_backward,
+    "relu_backward": lambda dy, x: [aten.threshold_backward(dy, x, 0)],
+    "linear_backward": lambda dy, x, w: [dy @ w, dy.T @ x, dy.sum(0)],
     "conv2d_backward_input": _conv2d_backward_input,
     "conv2d_backward_weights": _conv2d_backward_weights,
-    "conv2d_backward_bias": _conv2d_backward_bias,
+    "conv2d_backward_bias": lambda dy: [dy.sum((0, 2, 3))],
     "max_pool2d_backward": _max_pool2d_backward,
     "softmax_cross_entropy_backward": _softmax_cross_entropy_backward,
     "layer_norm_backward": _layer_norm_backward,
@@ -284,39 +268,39 @@ def training(make: Callable, optimizer_of: Callable) -> Build:
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
     `model -> loss`.
     """
-    return functools.partial(_training, make, optimizer_of)
 
-
-def _training(make, optimizer_of, task, mode):
-    model, parameters, loss_of = make(task, task.sets[0])
-    if mode == CHANNELS_LAST:
-        model.to(memory_format=torch.channels_last)
-    optimizer, scaler = optimizer_of(parameters), _scaler(task, parameters)
-    if mode == COMPILED_STEP:
-        loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
-    elif mode in (COMPILED_GRAPH, CHANNELS_LAST):
-        loss_of = torch.compile(loss_of, dynamic=False)
-    fields = compile_layers(model, loss_of) if mode == COMPILED_LAYERS else {}
-
-    def step(i):
+    def build(task, mode):
+        model, parameters, loss_of = make(task, task.sets[0])
+        if mode == CHANNELS_LAST:
+            model.to(memory_format=torch.channels_last)
+        optimizer, scaler = optimizer_of(parameters), _scaler(task, parameters)
         if mode == COMPILED_STEP:
-            torch.compiler.cudagraph_mark_step_begin()
-        optimizer.zero_grad(set_to_none=True)
-        scaler.scale(loss_of(model)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return []
+            loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
+        elif mode in (COMPILED_GRAPH, CHANNELS_LAST):
+            loss_of = torch.compile(loss_of, dynamic=False)
+        fields = compile_layers(model, loss_of) if mode == COMPILED_LAYERS else {}
 
-    def results():
-        model, parameters, loss_of = make(task, task.small)
-        scaler = _scaler(task, parameters)
-        loss = loss_of(model)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer_of(parameters))
-        scale = [scaler._scale] if scaler.is_enabled() else []
-        return _numpy([loss, *(a.grad for a in parameters), *scale])
+        def step(i):
+            if mode == COMPILED_STEP:
+                torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return []
 
-    return step, results, fields
+        def results():
+            model, parameters, loss_of = make(task, task.small)
+            scaler = _scaler(task, parameters)
+            loss = loss_of(model)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer_of(parameters))
+            scale = [scaler._scale] if scaler.is_enabled() else []
+            return _numpy([loss, *(a.grad for a in parameters), *scale])
+
+        return step, results, fields
+
+    return build
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
