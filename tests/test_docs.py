@@ -402,9 +402,10 @@ def test_trainings_have_a_line_each(book):
         "compile_seconds": 8.0,
         "images_per_second": 424_000.0,
     }
-    text = book("training mnist-* experiment=lenet", **{"mnist-a": run})
+    columns = "columns=arguments,test_accuracy,epochs,train_seconds,evaluation_seconds,compile_seconds,images"
+    text = book(f"training mnist-* experiment=lenet {columns}", **{"mnist-a": run})
     assert cells(text)[1][1:] == ["0.9900", "3", "1.2", "0.5", "8", "424,000"]
-    assert "`lenet --epochs 3`" in text and "Not measured" in book("training mnist-* experiment=logic")
+    assert "`lenet --epochs 3`" in text and "Not measured" in book(f"training mnist-* experiment=logic {columns}")
 
 
 def test_the_summary_takes_the_best_variant_of_any_peer(book, figures):
@@ -587,9 +588,10 @@ def test_older_studies_say_their_settings_in_several_fields(book):
 
 
 def test_each_step_of_the_tutorial_has_its_share_of_the_roofline(book):
-    assert "*Not measured yet" in book("steps run")
+    table = "rows run columns=step,microseconds,roofline"
+    assert "*Not measured yet" in book(table)
     rows = [{"step": "naive", "microseconds": 400.0, "roofline_microseconds": 100.0, "roofline_share": 0.25}]
-    page = book("steps run", run=report(*rows) | {"shape": [65536, 1024], "dtype": "bfloat16"})
+    page = book(table, run=report(*rows) | {"shape": [65536, 1024], "dtype": "bfloat16"})
     assert cells(page) == [["step", "time, µs", "share of the roofline"], ["naive", "400", "25%"]]
     assert "65,536 rows of 1,024 in bfloat16." in page and "a device" in page
 
@@ -611,7 +613,7 @@ def test_a_program_has_the_lines_that_changed_and_the_differences_of_its_losses(
     where = dict(program="A GPT", repository="owner/name", commit="abc", path="a/model.py", dtype="bfloat16")
     changes = dict(replaced=12, imports=2, lines_added=14, lines_removed=13)
     run = report(where | changes | {"differences": {"None": 2.34e-7, "xla": 0.0}}) | {"note": "A note."}
-    page = book("programs run", run=run)
+    page = book("programs run columns=program,dtype,replaced,lines,None,xla", run=run)
     link = "[A GPT](https://github.com/owner/name/blob/abc/a/model.py)"
     assert cells(page)[1] == [link, "bfloat16", "12", "12 / 13", "2.3e-07", "0"]
     assert "[run.json](results/run.json): A note." in page
@@ -623,7 +625,8 @@ def test_a_program_has_its_time_and_memory_before_and_after_the_change(book):
         "changed": dict(milliseconds=49.0, peak_bytes=2**30),
     }
     page = book(
-        "program_costs run", run=report({"program": "A GPT", "setting": "batch 2"} | costs) | {"note": "A note."}
+        "programs run columns=setting,original_ms,changed_ms,ms,original_gib,changed_gib,gib",
+        run=report({"program": "A GPT", "setting": "batch 2"} | costs) | {"note": "A note."},
     )
     assert cells(page)[1] == ["A GPT, batch 2", "50.0", "49.0", "-2%", "2.00", "1.00", "-50%"]
 
@@ -634,7 +637,8 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
         for n, t in ((100, 200.0), (200, 300.0))
     ]
     measured = report(*steps) | {"devices": 2}
-    head, first, _ = cells(book("many_devices run", run=measured))
+    table = "rows run columns=training_step,alone,mesh_of_one,mesh,mesh_overlapping"
+    head, first, _ = cells(book(table, run=measured))
     assert head[3] == "efficiency on 2 devices" and first == ["a, 100 per device", "200", "+0.0%", "50.0%", "100.0%"]
     small = {"work": "b training step", "examples": 1, "alone": 1.0, "mesh": 51.0}
     measured = report(steps[0], small) | {"devices": 2}

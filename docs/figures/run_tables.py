@@ -12,33 +12,97 @@ from figures.cells import day, devices, link, markdown, mebibytes, number, perce
 from figures.measurements import Report, Reports, Row, all_rows, grouped, time
 
 
-def training(reports: Reports, experiment: str) -> str:
+def step(row: Row) -> str:
+    return row["work"].replace(" training step", "")
+
+
+def change(row: Row, field: str) -> str:
+    return f"{row['changed'][field] / row['original'][field] - 1:+.0%}"
+
+
+def difference(row: Row, implementation: str) -> str:
+    value = row["differences"][implementation]
+    return f"{value:.1e}" if value else "0"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    # Steps of a tutorial.
+    "step": ("step", lambda row: row["step"]),
+    "microseconds": ("time, µs", lambda row: number(row["microseconds"])),
+    "roofline": ("share of the roofline", lambda row: percent(row["roofline_share"])),
+    # Training steps on several devices.
+    "training_step": ("step", lambda row: f"{step(row)}, {row['examples']:,} per device"),
+    "alone": ("one device, µs", lambda row: number(row["alone"])),
+    "mesh_of_one": ("cost of a mesh of one", lambda row: f"{row['mesh_of_one'] / row['alone'] - 1:+.1%}"),
+    "mesh": ("efficiency on {devices} devices", lambda row: f"{row['alone'] / row['mesh']:.1%}"),
+    "mesh_overlapping": ("efficiency with overlap", lambda row: f"{row['alone'] / row['mesh_overlapping']:.1%}"),
+    # Runs of experiments.train.
+    "arguments": ("`experiments.train`", lambda run: f"[`{arguments(run)}`](results/{run['file']}.json)"),
+    "test_accuracy": ("test accuracy", lambda run: f"{run['test_accuracy']:.4f}"),
+    "epochs": ("epochs", lambda run: str(run["epochs"])),
+    "train_seconds": ("training, s", lambda run: number(run.get("train_seconds"))),
+    "evaluation_seconds": ("evaluation, s", lambda run: number(run.get("evaluation_seconds"))),
+    "compile_seconds": ("compilation, s", lambda run: number(run.get("compile_seconds"))),
+    "images": ("images/s", lambda run: f"{run['images_per_second']:,.0f}" if run.get("images_per_second") else ""),
+    # Runs of the fuzzer. In an older run, a crash would have ended the run.
+    "seed": ("run", lambda run: f"[seed {run['seed']}](results/{run['file']}.json)"),
+    "device": ("device", lambda run: f"{devices({run['file']: run})}, {day(run)}"),
+    "cases": ("cases", lambda run: f"{run['cases']:,}"),
+    "refused": ("unsupported by a kernel", lambda run: f"{run['refused']:,}"),
+    "failures": ("failed", lambda run: f"{len(run['failures']):,}"),
+    "crashes": ("crashed", lambda run: f"{len(run['crashes']):,}" if "crashes" in run else ""),
+    "seconds": ("seconds", lambda run: number(run["seconds"])),
+    # Public programs that call jaxbp, and their cost.
+    "program": (
+        "program",
+        lambda row: "[{program}](https://github.com/{repository}/blob/{commit}/{path})".format(**row),
+    ),
+    "dtype": ("dtype", lambda row: row["dtype"]),
+    "replaced": ("layers and functions replaced", lambda row: str(row["replaced"])),
+    "lines": (
+        "lines added / removed, without imports",
+        lambda row: f"{row['lines_added'] - row['imports']} / {row['lines_removed']}",
+    ),
+    "None": ("`None`", lambda row: difference(row, "None")),
+    "xla": ('`"xla"`', lambda row: difference(row, "xla")),
+    "setting": ("program", lambda row: f"{row['program']}, {row['setting']}"),
+    "original_ms": ("original, ms", lambda row: f"{row['original']['milliseconds']:.1f}"),
+    "changed_ms": ("changed, ms", lambda row: f"{row['changed']['milliseconds']:.1f}"),
+    "ms": ("", lambda row: change(row, "milliseconds")),
+    "original_gib": ("original, GiB", lambda row: f"{row['original']['peak_bytes'] / 2**30:.2f}"),
+    "changed_gib": ("changed, GiB", lambda row: f"{row['changed']['peak_bytes'] / 2**30:.2f}"),
+    "gib": ("", lambda row: change(row, "peak_bytes")),
+}
+"""Columns that pages name: the heading, with fields of the run, and a function from a row or a run to the cell."""
+
+
+def rows(reports: Reports, columns: str) -> str:
+    """Return a table with one line per row, or per run without rows, and with `columns`, keys of `COLUMNS`."""
+    found = [{**row, "file": name} for name, report in reports.items() for row in (report.get("rows") or [report])]
+    shown = [COLUMNS[column] for column in columns.split(",")]
+    fields = next(iter(reports.values()))
+    table = markdown(
+        [heading.format(**fields) for heading, _ in shown], [[cell(row) for _, cell in shown] for row in found]
+    )
+    return "\n\n".join(filter(None, [table, sizes(reports)]))
+
+
+def training(reports: Reports, experiment: str, columns: str) -> str:
     runs = {name: run for name, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
     if not runs:
         return f"*Not measured yet: {', '.join(map(link, reports))} train other experiments.*"
-    lines = []
-    for name, run in runs.items():
-        arguments = re.sub(r"^.*experiments\.train | ?--(?:json|data-dir|run-dir)[ =]\S+", "", run["command"])
-        seconds = (number(run.get(f"{part}_seconds")) for part in ("train", "evaluation", "compile"))
-        images = run.get("images_per_second")
-        cells = [
-            f"{run['test_accuracy']:.4f}",
-            str(run["epochs"]),
-            *seconds,
-            "" if images is None else f"{images:,.0f}",
-        ]
-        lines.append([f"[`{arguments}`](results/{name}.json)", *cells])
-    head = [
-        "`experiments.train`",
-        "test accuracy",
-        "epochs",
-        "training, s",
-        "evaluation, s",
-        "compilation, s",
-        "images/s",
-    ]
     note = f"Each row is one run ({devices(runs)}). Training excludes evaluation and compilation."
-    return f"{markdown(head, lines)}\n\n{note}"
+    return f"{rows(runs, columns)}\n\n{note}"
+
+
+def arguments(run: Report) -> str:
+    return re.sub(r"^.*experiments\.train | ?--(?:json|data-dir|run-dir)[ =]\S+", "", run["command"])
+
+
+def programs(reports: Reports, columns: str) -> str:
+    where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
+    sources = (f"{link(name)}: {report['note']}" for name, report in reports.items())
+    return f"{rows(reports, columns)}\n\n{' '.join([where, *sources])}"
 
 
 def seeds(reports: Reports) -> str:
@@ -165,25 +229,6 @@ def accuracy(reports: Reports) -> str:
     return f"{count}\n\n{markdown(head, lines)}"
 
 
-def fuzz(reports: Reports) -> str:
-    lines = []
-    for name, run in reports.items():
-        counts = (run["cases"], run["refused"], len(run["failures"]))
-        crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # a crash would have ended an older run
-        cells = (f"{devices({name: run})}, {day(run)}", *map("{:,}".format, counts), crashed, number(run["seconds"]))
-        lines.append([f"[seed {run['seed']}](results/{name}.json)", *cells])
-    return markdown(["run", "device", "cases", "unsupported by a kernel", "failed", "crashed", "seconds"], lines)
-
-
-def steps(reports: Reports) -> str:
-    lines = [
-        [row["step"], number(row["microseconds"]), percent(row["roofline_share"])]
-        for report in reports.values()
-        for row in report["rows"]
-    ]
-    return f"{markdown(['step', 'time, µs', 'share of the roofline'], lines)}\n\n{sizes(reports)}"
-
-
 def frozen(reports: Reports) -> str:
     lines = []
     for implementation, rows in grouped(all_rows(reports), lambda row: row["implementation"]).items():
@@ -225,27 +270,6 @@ def sanitizer(reports: Reports) -> str:
     return markdown(["ops and their gradients", *tools], lines)
 
 
-def many_devices(reports: Reports) -> str:
-    (report,) = reports.values()
-    lines = [
-        [
-            f"{step(row)}, {row['examples']:,} per device",
-            number(row["alone"]),
-            f"{row['mesh_of_one'] / row['alone'] - 1:+.1%}",
-            f"{row['alone'] / row['mesh']:.1%}",
-            f"{row['alone'] / row['mesh_overlapping']:.1%}",
-        ]
-        for row in report["rows"]
-    ]
-    efficiency = f"efficiency on {report['devices']} devices"
-    head = ["step", "one device, µs", "cost of a mesh of one", efficiency, "efficiency with overlap"]
-    return markdown(head, lines)
-
-
-def step(row: Row) -> str:
-    return row["work"].replace(" training step", "")
-
-
 def communication(reports: Reports) -> str:
     compiled, *measured = reports.values()
     model = summing(compiled, *measured) if measured else None
@@ -282,52 +306,6 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
         return sum_time, many * max(1, math.ceil((19 * sum_time - fixed) / slope))
 
     return model
-
-
-def programs(reports: Reports) -> str:
-    lines = []
-    for row in all_rows(reports):
-        at = f"https://github.com/{row['repository']}/blob/{row['commit']}/{row['path']}"
-        differences = (row["differences"][implementation] for implementation in ("None", "xla"))
-        lines.append(
-            [
-                f"[{row['program']}]({at})",
-                row["dtype"],
-                str(row["replaced"]),
-                f"{row['lines_added'] - row['imports']} / {row['lines_removed']}",
-                *(f"{difference:.1e}" if difference else "0" for difference in differences),
-            ]
-        )
-    head = [
-        "program",
-        "dtype",
-        "layers and functions replaced",
-        "lines added / removed, without imports",
-        "`None`",
-        '`"xla"`',
-    ]
-    sources = (f"{link(name)}: {report['note']}" for name, report in reports.items())
-    where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
-    return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
-
-
-def program_costs(reports: Reports) -> str:
-    lines = []
-    for row in all_rows(reports):
-        before, after = row["original"], row["changed"]
-        lines.append(
-            [
-                f"{row['program']}, {row['setting']}",
-                *(f"{run['milliseconds']:.1f}" for run in (before, after)),
-                f"{after['milliseconds'] / before['milliseconds'] - 1:+.0%}",
-                *(f"{run['peak_bytes'] / 2**30:.2f}" for run in (before, after)),
-                f"{after['peak_bytes'] / before['peak_bytes'] - 1:+.0%}",
-            ]
-        )
-    head = ["program", "original, ms", "changed, ms", "", "original, GiB", "changed, GiB", ""]
-    where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
-    sources = (f"{link(name)}: {report['note']}" for name, report in reports.items())
-    return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
 
 
 def supported(reports: Reports) -> str:
