@@ -21,10 +21,14 @@ from jaxbp.training.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.training.precision import LossScale
 
 
+def options_of(implementation: str | None = None, dtype: str = "float32") -> dict[str, Any]:
+    return dict(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+
+
 def lenet_workload() -> Workload:
 
-    def network(implementation, dtype):
-        return LeNet(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    def network(**options):
+        return LeNet(**options_of(**options))
 
     def losses(model, images, labels, _):
         return model.loss(images, labels)[0]
@@ -34,8 +38,8 @@ def lenet_workload() -> Workload:
 
 def mixer_workload() -> Workload:
 
-    def network(implementation, dtype):
-        return Mixer(implementation=implementation, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    def network(**options):
+        return Mixer(**options_of(**options))
 
     return _training_step("mixer", "", {}, network, (1, 28, 28), ((8192,), (128,)))
 
@@ -67,12 +71,7 @@ def _draw_bits(key, shape):
 _ADAM = functools.partial(fused_adamw, 0.01)
 
 
-def logic_network(
-    gates: int,
-    parametrization: Parametrization = "softmax",
-    implementation: str | None = None,
-    dtype: str = "float32",
-) -> LogicNetwork:
+def logic_network(gates: int, parametrization: Parametrization = "softmax", **options: str | None) -> LogicNetwork:
     return LogicNetwork(
         784,
         [gates] * 6,
@@ -81,9 +80,7 @@ def logic_network(
         wiring=_unique_wires,
         initialization="normal",
         parametrization=parametrization,
-        implementation=implementation,
-        dtype=jnp.dtype(dtype),
-        rngs=nnx.Rngs(0),
+        **options_of(**options),
     )
 
 
@@ -130,10 +127,7 @@ def logic_conv_workload(place: str, parametrization: Parametrization = "softmax"
 
 
 def logic_conv_network(
-    place: str,
-    parametrization: Parametrization = "softmax",
-    implementation: str | None = None,
-    dtype: str = "float32",
+    place: str, parametrization: Parametrization = "softmax", **options: str | None
 ) -> LogicConvNetwork:
     sizes = LOGIC_CONV[place]
     return LogicConvNetwork(
@@ -145,9 +139,7 @@ def logic_conv_network(
         wiring=_unique_wires,
         initialization="residual",
         parametrization=parametrization,
-        implementation=implementation,
-        dtype=jnp.dtype(dtype),
-        rngs=nnx.Rngs(0),
+        **options_of(**options),
     )
 
 
