@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,18 +119,22 @@ def accuracy(
         dy = [random.standard_normal((draws, *y.shape)).astype(dtype) for y in results]
         return [np.broadcast_to(a, (places, *a.shape)) for a in dy]
 
+    def compare(dtype, implementation, places, *results):
+        for result, (i, place) in itertools.product(results[0], enumerate(places)):
+            if errors := _errors(dtype, *(of[result][i] for of in results)):
+                yield Accuracy(entry.name, dtype, implementation, result, place, *errors)
+
     native, *programs = map(program, ("autodiff", *implementations))
     for dtype in dtypes:
         places, values = moved(dtype)
         arrays = values, cotangents(dtype, len(places))
         exact, reference = _in_float64(native, arrays), _numpy(native(*arrays))
         for implementation, run in zip(implementations, programs, strict=True):
-            compared = functools.partial(_compared, dtype, places, _numpy(run(*arrays)), reference, exact)
-            found = compared(exact)
-            if any(errors.excess > 1 for *_, errors in found):
+            compared = functools.partial(compare, dtype, implementation, places, _numpy(run(*arrays)), reference, exact)
+            found = list(compared(exact))
+            if any(each.excess > 1 for each in found):
                 found = compared(_in_float64(program("xla"), arrays))
-            for result, place, errors in found:
-                yield Accuracy(entry.name, dtype, implementation, result, place, *errors)
+            yield from found
 
 
 def _draw(entry: Entry, case: Case, draws: int) -> tuple[Arguments, list[np.ndarray]]:
@@ -145,15 +149,6 @@ def _draw(entry: Entry, case: Case, draws: int) -> tuple[Arguments, list[np.ndar
     return take_apart(entry.function, arguments), _numpy(values)
 
 
-def _compared(dtype, places, *results):
-    found = []
-    for result, (i, place) in itertools.product(results[0], enumerate(places)):
-        errors = _errors(dtype, *(of[result][i] for of in results))
-        if errors is not None:
-            found.append((result, place, errors))
-    return found
-
-
 def _in_float64(run, arrays):
     with float64():
         return _numpy(run(*_numpy(arrays)))
@@ -165,12 +160,6 @@ def _numpy(arrays):
 
 def _differ(values):
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
-
-
-class _Errors(NamedTuple):
-    error: float
-    native: float
-    excess: float
 
 
 def _errors(dtype, actual, native, exact, by_formula):
@@ -196,7 +185,7 @@ def _errors(dtype, actual, native, exact, by_formula):
     # Where autodiff is inaccurate, a few of its rows are right by chance, and give a large excess.
     quantile = NEARLY_ALL if np.quantile(of_native / least, NEARLY_ALL) <= 1 else 0.5
     size = np.where(size == 0, 1.0, size)
-    return _Errors(*(float(np.quantile(a, quantile)) for a in (error / size, of_native / size, excess)))
+    return tuple(float(np.quantile(a, quantile)) for a in (error / size, of_native / size, excess))
 
 
 def _norms(a):
