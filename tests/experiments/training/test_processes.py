@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import kill, train
+from experiments import train
 from experiments.output.errors import UserError
 from experiments.training import processes
 from experiments.training.processes import TOKEN, Place, _relay
+from tests.qa import kill
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
