@@ -17,10 +17,23 @@ from pathlib import Path
 
 import computed_in
 import launches
-from figures import bench_tables, measurements, run_tables
+from figures import measurements
+from figures.bench_tables import dtypes, ratios, slower, works
 from figures.cells import link, provenance
 from figures.charts import CHARTS
 from figures.measurements import load, no_file, rows_of
+from figures.run_tables import (
+    accuracy,
+    communication,
+    frozen,
+    profile,
+    programs,
+    rows,
+    sanitizer,
+    seeds,
+    supported,
+    training,
+)
 from figures.summary import summary
 
 REGION = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -84,7 +97,7 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
     if op != "*" and not any(report["rows"] for report in reports.values()):
         return f"*Not measured yet: `docs/results/{', '.join(reports)}.json` has no such rows.*"
     table = TABLES[kind](reports, **options)
-    if kind in WITH_THEIR_SOURCES:
+    if kind not in (below.__name__ for below in DESCRIBED_BELOW):
         return table
     sources = "\n".join(
         f"\n{link(name)}: described above." if name in described else provenance(name, report, "roofline" in table)
@@ -94,37 +107,15 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
     return "\n\n".join([f"{table}\n{sources}", *missing])
 
 
+DESCRIBED_BELOW = (works, ratios, dtypes, rows, seeds, frozen, profile, accuracy, sanitizer, communication)
+"""Tables below which `made_by` describes the result files. The other tables describe them, or have none."""
+OTHERS = (summary, slower, training, programs, supported)
 TABLES: dict[str, Callable[..., str]] = {
-    "summary": summary,
-    "works": bench_tables.works,
-    "ratios": bench_tables.ratios,
-    "slower": bench_tables.slower,
-    "dtypes": bench_tables.dtypes,
-    "rows": run_tables.rows,
-    "runs": run_tables.rows,
-    "training": run_tables.training,
-    "seeds": run_tables.seeds,
-    "frozen": run_tables.frozen,
-    "profile": run_tables.profile,
-    "accuracy": run_tables.accuracy,
-    "sanitizer": run_tables.sanitizer,
-    "communication": run_tables.communication,
-    "programs": run_tables.programs,
+    **{table.__name__: table for table in (*DESCRIBED_BELOW, *OTHERS)},
+    "runs": rows,
     "computed_in": lambda reports: computed_in.table(),
-    "supported": run_tables.supported,
     "launches": lambda reports: launches.table(),
 }
-WITH_THEIR_SOURCES = (
-    "computed_in",
-    "runs",
-    "launches",
-    "programs",
-    "slower",
-    "training",
-    "summary",
-    "supported",
-)
-"""Tables that describe their result files."""
 
 
 if __name__ == "__main__":

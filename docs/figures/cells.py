@@ -82,22 +82,15 @@ def link(name: str) -> str:
     return f"[{name}.json](results/{name}.json)"
 
 
-PEER_PACKAGES = {
-    "PyTorch": ("PyTorch",),
-    "Liger-Kernel": ("PyTorch", "Liger-Kernel"),
-    "QuACK": ("PyTorch", "QuACK"),
-    "cuDNN": ("PyTorch", "cuDNN"),
-    "tokamax": ("tokamax",),
-    "torchlogix": ("PyTorch", "torchlogix"),
-}
-"""The packages of each peer, named as in the `versions` of a run."""
+PEERS_ON_TORCH = {"Liger-Kernel", "QuACK", "cuDNN", "torchlogix"}
 
 
 def packages(report: Report) -> str:
-    versions, rows = report.get("versions", {}), rows_of(report)
+    versions, used = report.get("versions", {}), {row.get("peer") for row in rows_of(report)}
+    if used & PEERS_ON_TORCH:
+        used.add("PyTorch")
     hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", "flax", "optax", PUBLISHED}
-    used = {package for row in rows for package in PEER_PACKAGES.get(row.get("peer"), ())}
-    hidden |= {package for of_peer in PEER_PACKAGES.values() for package in of_peer} - used
+    hidden |= {"PyTorch", "tokamax", *PEERS_ON_TORCH} - used
     names = {"cuDNN": "cuDNN frontend"}
     shown = [name for name in ("jax", *(name for name in versions if name not in hidden)) if name in versions]
     return ", ".join(f"{names.get(name, name)} {versions[name]}" for name in shown)

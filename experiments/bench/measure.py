@@ -15,7 +15,7 @@ import numpy as np
 from experiments.bench.workloads import Workload
 from jaxbp.verify.arguments import is_float
 from jaxbp.verify.derivatives import float64
-from jaxbp.verify.timing import compile_program, device_seconds
+from jaxbp.verify.timing import device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
@@ -68,10 +68,6 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
         return dict.fromkeys(MEASURED) | {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-
-
-def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
-    return time_compiled(compile_program(program, (arguments,))[0], arguments, calls, seconds)
 
 
 def time_compiled(

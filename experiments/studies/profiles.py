@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.bench.selection import selected
-from experiments.bench.workloads import Workload
+from experiments.bench.workloads import Workload, implementation
 from experiments.output.errors import UserError, exit_code
 from experiments.studies import write_rows
 
@@ -74,11 +74,12 @@ class Asked(NamedTuple):
     precision: str
 
     def run(self) -> None:
-        implementation = None if self.implementation == "None" else self.implementation
         with jax.default_matmul_precision(self.precision):
-            function = self.workload.function(implementation, self.dtype)
+            function = self.workload.named(self.implementation, self.dtype)
             arguments = jax.block_until_ready((self.workload.draw(0, self.batch, self.dtype),))
-            jax.block_until_ready(jax.jit(self.workload.chain(function, 1, implementation))(arguments))
+            jax.block_until_ready(
+                jax.jit(self.workload.chain(function, 1, implementation(self.implementation)))(arguments)
+            )
 
 
 def asked_for(text: str) -> Asked:

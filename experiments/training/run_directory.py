@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -27,8 +27,6 @@ from experiments.training.loop import Metrics
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 LOCK, CHECKPOINTS, CONFIG, METRICS, CHECKSUMS = ".lock", "checkpoints", "config.json", "metrics.jsonl", "files.sha256"
-
-Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def saved_config(path: Path) -> TrainingConfig:
@@ -86,7 +84,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 class RunDirectory:
     """A context manager that writes a run's files, and keeps other processes out."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: TrainingConfig):
         self.config, self.metrics = config, []
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
@@ -231,10 +229,8 @@ def _locked(path: Path):
 
 
 def _check_is_free(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir is {path}, which is not a directory; wants a directory")
     folder = path / CHECKPOINTS
-    files = [*(path.iterdir() if path.exists() else ()), *(folder.iterdir() if folder.is_dir() else ())]
+    files = [*_files(path), *(folder.iterdir() if folder.is_dir() else ())]
     if not all(is_leftover(file) or file.name == LOCK or (file == folder and file.is_dir()) for file in files):
         raise UserError(
             f"run_dir is {path}, which is not empty; wants a new directory, or --resume to continue its run"
@@ -242,10 +238,15 @@ def _check_is_free(path: Path) -> None:
 
 
 def _check_is_run(path: Path) -> None:
+    names = {file.name for file in _files(path)}
+    if not (checkpoints.epochs(path / CHECKPOINTS) or {CONFIG, METRICS} <= names):
+        raise UserError(f"run_dir is {path}, which holds no run to resume; wants the directory of a run")
+
+
+def _files(path: Path) -> list[Path]:
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir is {path}, which is not a directory; wants a directory")
-    if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):
-        raise UserError(f"run_dir is {path}, which holds no run to resume; wants the directory of a run")
+    return list(path.iterdir()) if path.exists() else []
 
 
 def _lines(metrics: Iterable[Metrics]) -> bytes:
