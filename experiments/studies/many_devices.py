@@ -51,8 +51,10 @@ def main(args: Sequence[str] | None = None) -> int:
     return write_rows("many_devices", args, {"devices": devices}, rows, given.json)
 
 
-def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
+def data_parallel(workload: Workload, examples: int, mesh: Mesh | None) -> tuple[Any, ...]:
     """Return the shapes and shardings of a training step's arguments, with `examples` examples per device."""
+    if mesh is None:
+        return jax.eval_shape(lambda: workload.draw(0, examples, "float32"))
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -96,10 +98,7 @@ def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
 def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
     program = workload.chain(workload.function(None, "float32"), workload.steps)
-    function = jax.jit(program, compiler_options=dict(options))
-    if mesh is None:
-        return function.lower((jax.eval_shape(lambda: workload.draw(0, examples, "float32")),))
-    return function.lower((data_parallel(workload, examples, mesh),))
+    return jax.jit(program, compiler_options=dict(options)).lower((data_parallel(workload, examples, mesh),))
 
 
 def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
