@@ -3,8 +3,8 @@
 With `--check`, list stale pages and charts instead. The exit code is then 1 if there are any.
 
 A page has a table between `<!-- table: works backwards op=conv2d_* -->` and `<!-- end -->`. `works` is a key of
-`TABLES`, and `backwards` is a pattern of names in docs/results/. `op=` keeps the rows whose op matches. Other options
-go to the function of the table.
+`TABLES`, and `backwards` is a pattern of names in docs/results/. `op=` keeps the rows whose op matches. Other options,
+such as `columns=`, go to the function of the table.
 """
 
 import argparse
