@@ -222,6 +222,52 @@ def assert_close(actual, reference, tolerance, label=""):
         assert relative_error(a, r) < limit, label
 
 
+EXTREMES = {"0": 0, "-0": -0.0, "inf": np.inf, "-inf": -np.inf, "nan": np.nan, "largest": np.finfo(np.float32).max}
+
+
+def with_extreme(arrays, at, value):
+    """Replace the first element of an op's float argument number `at`."""
+    values = [np.array(a, np.float64) for a in floats(arrays)]
+    values[at].flat[0] = value
+    return with_floats(tuple(arrays), values)
+
+
+def expected_at(extreme, run):
+    """Return the results of `run(x)` in float64 at an extreme x, or their limits. NaN means that no limit is known."""
+    if extreme not in ("inf", "-inf"):
+        return jax.tree.map(np.asarray, run(EXTREMES[extreme]))
+    sign = np.sign(EXTREMES[extreme])
+    return jax.tree.map(_limit, *(jax.tree.map(np.asarray, run(sign * far)) for far in (1e30, 1e60)))
+
+
+def _limit(near, far):
+    with np.errstate(invalid="ignore"):
+        grows = (np.abs(near) > 30) & (np.abs(far) > 1.5 * np.abs(near)) & (np.sign(near) == np.sign(far))
+        settled = np.isclose(near, far, rtol=1e-6, atol=1e-6)
+    return np.where(grows, np.sign(far) * np.inf, np.where(settled, far, np.nan))
+
+
+def wrong_at(extreme, found, expected, *, may_be_nan=False):
+    """Return the names of results, among "value" and "gradient", that differ from `expected_at(extreme)`.
+
+    NaN must give NaN in the value. An overflow must give the right number, infinity, or NaN, but never another number.
+    """
+    wrong = []
+    for kind, ours, theirs in zip(("value", "gradient"), found[:2], expected[:2], strict=True):
+        for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+            right = np.isclose(a, e, rtol=1e-3, atol=1e-3) | np.isnan(e)
+            if extreme == "nan":
+                right = ~np.isnan(e) | np.isnan(a) if kind == "value" else True
+            elif extreme == "largest":
+                right |= np.isnan(a) | (np.isinf(a) & (np.abs(e) > 1e30))
+            elif may_be_nan and extreme in ("inf", "-inf"):
+                right |= np.isnan(a)
+            if not np.all(right):
+                wrong.append(kind)
+    return wrong
+
+
 _last_first = jax.make_user_context(False)
 
 
@@ -259,8 +305,20 @@ def launches():
     return module
 
 
+BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
+"""Ops that the catalogue calls with arrays of different ranks."""
+
+
+def promoting_nothing(broadcasts=False):
+    """Return a context in which JAX refuses to promote a dtype, and a rank except if the op `broadcasts`."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(jax.numpy_dtype_promotion("strict"))
+    stack.enter_context(jax.numpy_rank_promotion("allow" if broadcasts else "raise"))
+    return stack
+
+
 def assert_launches_as_recorded(name, place, dtype):
-    with jax.numpy_dtype_promotion("strict"):
+    with promoting_nothing(broadcasts=name in BROADCASTING):
         found = launches().launches(ENTRIES[name], place, dtype)
     # Older versions of JAX lack kernels in TF32.
     if jax.__version_info__ >= (0, 11, 1):

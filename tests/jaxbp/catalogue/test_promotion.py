@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    BROADCASTING,
     ENTRIES,
     drawn,
     floats,
@@ -16,30 +17,6 @@ from helpers import (
 )
 
 import jaxbp
-from jaxbp.common.checks import KERNEL_DTYPES
-from jaxbp.pairing import IMPLEMENTATIONS
-
-BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
-"""Ops that the table calls with arrays of different ranks."""
-
-
-def trace(name, implementation, dtype):
-    arrays = ENTRIES[name].small.structs(2, jnp.dtype(dtype))
-    if name.removesuffix("_backward") in BROADCASTING:
-        ndim = max(a.ndim for a in jax.tree.leaves(arrays))
-        arrays = [jax.ShapeDtypeStruct((1,) * (ndim - a.ndim) + a.shape, a.dtype) for a in arrays]
-    op = op_of(name, None, implementation)
-    value_and_gradients(op).trace(arrays, results_of(op, arrays))
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [(name, of) for name in ENTRIES for of in IMPLEMENTATIONS if of != "pallas" or ENTRIES[name].kernel_dtypes],
-)
-def test_no_op_promotes_a_rank_or_a_dtype_if_its_arrays_have_one_dtype(name, implementation):
-    *_, half = ENTRIES[name].kernel_dtypes or KERNEL_DTYPES
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        trace(name, implementation, half)
 
 
 @pytest.mark.parametrize("name", BROADCASTING)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    BROADCASTING,
     ENTRIES,
     assert_close,
     assert_launches_as_recorded,
@@ -25,6 +26,7 @@ from helpers import (
     op_of,
     ours,
     poison_memory,
+    promoting_nothing,
     results_of,
     value_and_gradients,
     with_floats,
@@ -178,16 +180,31 @@ def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(n
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True))
 
 
+def _of_one_rank(arrays):
+    ndim = max(a.ndim for a in arrays)
+    return [jax.ShapeDtypeStruct((1,) * (ndim - a.ndim) + a.shape, a.dtype) for a in arrays]
+
+
 @every_family
-def test_an_empty_batch_has_gradients_of_every_shape(family):
+def test_an_empty_batch_has_gradients_of_every_shape_and_promotes_nothing(family):
     for name in FAMILIES[family]:
         (place,) = ENTRIES[name].real
         for implementation in ("pallas", "xla", "autodiff", None):
             if implementation == "pallas" and not ENTRIES[name].kernel_dtypes:
                 continue
-            op, arrays = op_of(name, place, implementation), case_of(name, place).structs(batch=0)
-            _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
+            op, arrays = op_of(name, place, implementation), case_of(name, place).structs(0, jnp.bfloat16)
+            arrays = _of_one_rank(arrays) if name in BROADCASTING else arrays
+            with promoting_nothing():
+                _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results_of(op, arrays))
             assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)], name
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in LIKE if "_backward" in entry.name])
+def test_public_backwards_promote_nothing(name):
+    arrays = ENTRIES[name].small.structs(2, jnp.float16)
+    arrays = _of_one_rank(arrays) if name.removesuffix("_backward") in BROADCASTING else arrays
+    with promoting_nothing():
+        jax.eval_shape(op_of(name, None, "xla"), *arrays)
 
 
 @every_kernel

@@ -145,7 +145,7 @@ def kl(p, q):
 
 ONE = dict(implementations=["xla"], order=1)
 SIN = jnp.sin
-# name -> (forward, backward, arguments, settings)
+# name -> (forward, backward, arguments, settings, among them the added data that shows it, if the user's data do not)
 PLANTED = {
     "at 129 elements only": (SIN, times(lambda dy, x: 2 if x.size == 129 else 1), [A], dict(cases=[(drawn((129,)), {})])),
     "above a batch of 8 only": (SIN, times(lambda dy, x: jnp.where(jnp.arange(x.shape[0]) < 8, 1, 0)[:, None]), [A], dict(cases=[(drawn((9, 2)), {})])),
@@ -155,15 +155,15 @@ PLANTED = {
     "only under jit": (SIN, times(lambda dy, x: 2 if is_tracer(x) else 1), [A], {}),
     "only under remat": (SIN, times(lambda dy, x: 2 if is_in_remat() else 1), [A], {}),
     "only if two arguments are one array": (jnp.multiply, lambda dy, x, y: (dy * y, dy * x * (2 if x is y else 1)), drawn(X, X), {}),
-    "-0.0": (jax.nn.softplus, lambda dy, x: jnp.where((x == 0) & jnp.signbit(x), 0, dy * jax.nn.sigmoid(x)), [A], {}),
-    "the smallest numbers": (jax.nn.softplus, lambda dy, x: jnp.where((x != 0) & (jnp.abs(x) < 1e-37), 0, dy * jax.nn.sigmoid(x)), [A], {}),
+    "-0.0": (jax.nn.softplus, lambda dy, x: jnp.where((x == 0) & jnp.signbit(x), 0, dy * jax.nn.sigmoid(x)), [A], dict(added=["kinks"])),
+    "the smallest numbers": (jax.nn.softplus, lambda dy, x: jnp.where((x != 0) & (jnp.abs(x) < 1e-37), 0, dy * jax.nn.sigmoid(x)), [A], dict(added=["kinks"])),
     "0.02% off": (SIN, times(lambda dy, x: 1.0002), [A], {}),
     "0.02% off in one element": (SIN, times(lambda dy, x: jnp.where(jnp.arange(4) == 2, 1.0002, 1)), [A], {}),
     "one element of 40,000": (SIN, times(lambda dy, x: jnp.where(jnp.arange(x.size) == 31_415, 2, 1)), drawn((40_000,)), dict(added=())),
-    "bfloat16 only, 1.05": (jnp.square, vjp_times(jnp.square, in_dtype(jnp.bfloat16, 1.05)), drawn((4, 16)), {}),
-    "bfloat16 only, 1.1": (jax.nn.softmax, vjp_times(jax.nn.softmax, in_dtype(jnp.bfloat16, 1.1)), drawn((4, 16)), {}),
-    "bfloat16 only, 1.3": (jnp.exp, vjp_times(jnp.exp, in_dtype(jnp.bfloat16, 1.3)), drawn((4, 16)), {}),
-    "float16 only": (SIN, times(lambda dy, x: in_dtype(jnp.float16, 1.05)(x)), [A], {}),
+    "bfloat16 only, 1.05": (jnp.square, vjp_times(jnp.square, in_dtype(jnp.bfloat16, 1.05)), drawn((4, 16)), dict(added=["dtypes"])),
+    "bfloat16 only, 1.1": (jax.nn.softmax, vjp_times(jax.nn.softmax, in_dtype(jnp.bfloat16, 1.1)), drawn((4, 16)), dict(added=["dtypes"])),
+    "bfloat16 only, 1.3": (jnp.exp, vjp_times(jnp.exp, in_dtype(jnp.bfloat16, 1.3)), drawn((4, 16)), dict(added=["dtypes"])),
+    "float16 only": (SIN, times(lambda dy, x: in_dtype(jnp.float16, 1.05)(x)), [A], dict(added=["dtypes"])),
     "float32 only": (SIN, times(lambda dy, x: in_dtype(jnp.float32, 1.001)(x)), [A.astype(jnp.bfloat16)], {}),
     "the residual of another step": (rnn, rnn_residual_of_another_step, drawn((4, 3), (3,)), {}),
     "repeated rows overwritten": (take_rows, overwritten, [A, ROWS], {}),
@@ -178,11 +178,11 @@ PLANTED = {
     "attention with a mask": (attention, attention_backward(1, np.tril(np.ones((3, 3), np.float32))), drawn(X, X, X), {}),
     "gelu's other form": (lambda x: jax.nn.gelu(x, approximate=False), lambda dy, x: jax.vjp(jax.nn.gelu, x)[1](dy)[0], [A], {}),
     "silu without x": (jax.nn.silu, lambda dy, x: dy * jax.nn.sigmoid(x), [A], {}),
-    "elu's slope at 0": (jax.nn.elu, lambda dy, x: dy * jnp.where(x >= 0, 1, x + 1), [A], {}),
-    "abs has a slope at 0": (jnp.abs, lambda dy, x: jnp.where(x > 0, dy, -dy), [A], {}),
-    "leaky slope at 0": (jax.nn.leaky_relu, lambda dy, x: jnp.where(x > 0, dy, 0.01 * dy), [A], {}),
-    "the upper bound belongs to the inside": (lambda x: jnp.minimum(x, 0.5), lambda dy, x: jnp.where(x <= 0.5, dy, 0), [A], {}),
-    "ties share what they have": (first_max, lambda dy, x: dy[:, None] * (x == x.max(-1, keepdims=True)), [A], {}),
+    "elu's slope at 0": (jax.nn.elu, lambda dy, x: dy * jnp.where(x >= 0, 1, x + 1), [A], dict(added=["kinks"])),
+    "abs has a slope at 0": (jnp.abs, lambda dy, x: jnp.where(x > 0, dy, -dy), [A], dict(added=["kinks"])),
+    "leaky slope at 0": (jax.nn.leaky_relu, lambda dy, x: jnp.where(x > 0, dy, 0.01 * dy), [A], dict(added=["kinks"])),
+    "the upper bound belongs to the inside": (lambda x: jnp.minimum(x, 0.5), lambda dy, x: jnp.where(x <= 0.5, dy, 0), [A], dict(added=["kinks"])),
+    "ties share what they have": (first_max, lambda dy, x: dy[:, None] * (x == x.max(-1, keepdims=True)), [A], dict(added=["ties"])),
     "cumsum forward": (lambda x: jnp.cumsum(x, -1), lambda dy, x: jnp.cumsum(dy, -1), [A], {}),
     "a filter flipped": (convolve, lambda dy, x, w: (jnp.convolve(dy, w), jnp.convolve(x[::-1], dy, mode="valid")), drawn((5,), (2,)), {}),
     "dropout without its scale": (dropout, lambda dy, x: jnp.where(np.arange(4) % 2 == 0, dy, 0), [A], {}),
@@ -194,7 +194,7 @@ PLANTED = {
     "mean by the wrong number": (lambda x: x.mean(0), lambda dy, x: jnp.broadcast_to(dy / x.shape[1], x.shape), [A], {}),
     "dy of the first row": (SIN, lambda dy, x: dy[:1] * jnp.cos(x), [A], {}),
     "dy rounded": (SIN, lambda dy, x: jnp.round(dy * 100) / 100 * jnp.cos(x), [A], {}),
-    "large x": (SIN, times(lambda dy, x: jnp.where(jnp.abs(x) > 50, 0, 1)), [A], {}),
+    "large x": (SIN, times(lambda dy, x: jnp.where(jnp.abs(x) > 50, 0, 1)), [A], dict(added=["large"])),
 }  # fmt: skip
 # ruff: noqa: E501
 
