@@ -222,7 +222,7 @@ TESTED_ELSEWHERE = {
     "experiments/bench/peers/torch",
 }
 OF_MORE_THAN_A_MODULE = {
-    *("jaxbp/catalogue/test_promotion", "jaxbp/catalogue/test_unwanted_gradients"),
+    *(f"jaxbp/catalogue/test_{name}" for name in ("options", "promotion", "unwanted_gradients")),
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas", "twins")),
     "jaxbp/ops/conv/test_twins",
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "wrong_backwards")),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from helpers import (
     ENTRIES,
+    EXTREMES,
+    NAN_AT_INFINITY,
     TOLERANCE,
     assert_close,
     assert_launches_as_recorded,
@@ -21,6 +23,7 @@ from helpers import (
     dot,
     drawn,
     every_implementation,
+    expected_at,
     floats,
     in_float64,
     is_float,
@@ -36,7 +39,9 @@ from helpers import (
     relative_error,
     results_of,
     value_and_gradients,
+    with_extreme,
     with_floats,
+    wrong_at,
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -149,6 +154,27 @@ def test_first_and_second_derivatives_of_formulas_match_finite_differences(name)
 @every_op
 def test_value_and_gradients_match_float64(name, implementation):
     _check_at_place(name, None, implementation, "float32", batch=2)
+
+
+@functools.cache
+def _limits(name):
+    run, (arrays, cotangents) = compiled(name, None, "autodiff"), drawn(name)
+    return {
+        (at, extreme): expected_at(extreme, lambda x, at=at: in_float64(run, with_extreme(arrays, at, x), cotangents))
+        for at in range(len(floats(arrays)))
+        for extreme in EXTREMES
+    }
+
+
+@ours
+@every_pair
+def test_values_and_gradients_at_zeros_infinities_nan_and_the_largest_number_are_limits(name, implementation):
+    run, (arrays, cotangents), with_nan = compiled(name, None, implementation), drawn(name), False
+    for (at, extreme), expected in _limits(name).items():
+        found = run(with_extreme(arrays, at, EXTREMES[extreme]), cotangents)
+        with_nan |= bool(wrong_at(extreme, found, expected))
+        assert wrong_at(extreme, found, expected, name) == [], (at, extreme)
+    assert implementation == "pallas" or with_nan == (name in NAN_AT_INFINITY)
 
 
 def _implementations_of_none(name, dtype):

@@ -11,6 +11,8 @@ import pytest
 from helpers import (
     BROADCASTING,
     ENTRIES,
+    EXTREMES,
+    NAN_AT_INFINITY,
     assert_close,
     assert_launches_as_recorded,
     assert_second_derivatives_match_differences,
@@ -18,6 +20,7 @@ from helpers import (
     dot,
     drawn,
     every_implementation,
+    expected_at,
     floats,
     in_float64,
     is_float,
@@ -29,7 +32,9 @@ from helpers import (
     promoting_nothing,
     results_of,
     value_and_gradients,
+    with_extreme,
     with_floats,
+    wrong_at,
 )
 
 import jaxbp
@@ -119,6 +124,35 @@ def test_values_gradients_and_public_backwards_match_float64(family, implementat
     expected = family_reference(family)
     for name, result in results.items():
         _check(name, result, expected[name], "float32")
+
+
+def with_extremes(drawn, at, value):
+    """Replace one element of the float argument number `at` of each op."""
+    return {n: (with_extreme(a, at % len(floats(a)), value), cotangents) for n, (a, cotangents) in drawn.items()}
+
+
+@functools.cache
+def family_limits(family):
+    run, drawn = compiled_family(family, "autodiff", public=True), drawn_family(family)
+    count = max(len(floats(arrays)) for arrays, _ in drawn.values())
+    return {
+        (at, extreme): expected_at(extreme, lambda x, at=at: in_float64(run, with_extremes(drawn, at, x)))
+        for at in range(count)
+        for extreme in EXTREMES
+    }
+
+
+@ours
+@every_family
+def test_values_and_gradients_at_zeros_infinities_nan_and_the_largest_number_are_limits(family, implementation):
+    run, drawn = compiled_family(family, implementation, public=True), drawn_family(family, "float32", implementation)
+    with_nan = set()
+    for (at, extreme), expected in family_limits(family).items():
+        for name, found in run(with_extremes(drawn, at, EXTREMES[extreme])).items():
+            if wrong_at(extreme, found, expected[name]):
+                with_nan.add(name)
+            assert wrong_at(extreme, found, expected[name], name) == [], (name, at, extreme)
+    assert implementation == "pallas" or with_nan == NAN_AT_INFINITY & {*drawn}
 
 
 @every_family

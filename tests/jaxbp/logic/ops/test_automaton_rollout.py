@@ -88,7 +88,7 @@ def gradients_of_rollout(steps, memory="states", **options):
     def run(logits, state, dlast):
         rollout = functools.partial(jaxbp.automaton_rollout, memory=memory, **options)
         last, vjp = jax.vjp(lambda logits, state: rollout(logits, wires, state, steps), logits, state)
-        backward = jaxbp.automaton_rollout_backward(dlast, logits, wires, state, steps, **options)
+        backward = jaxbp.automaton_rollout_backward(dlast, logits, wires, state, steps, memory=memory, **options)
         return last, vjp(dlast), backward
 
     with on_the_cpu():
@@ -115,8 +115,11 @@ def test_a_step_is_a_rollout_of_one():
     step = gradients(lambda p, s: jaxbp.automaton_step(p, wires, s, key=first_key, **options), logits, state, dlast)
     rollout = gradients(lambda p, s: jaxbp.automaton_rollout(p, wires, s, 1, key=KEY, **options), logits, state, dlast)
     assert_close(step, rollout, 1e-7)
-    backward = functools.partial(jaxbp.automaton_step_backward, key=first_key, **options)
-    assert_close(jax.jit(lambda d, p, s: backward(d, p, wires, s))(dlast, logits, state), step[1], "float32")
+    of_step = functools.partial(jaxbp.automaton_step_backward, key=first_key, **options)
+    of_rollout = functools.partial(jaxbp.automaton_rollout_backward, steps=1, key=KEY, **options)
+    both = jax.jit(lambda d, p, s: [backward(d, p, wires, s) for backward in (of_step, of_rollout)])
+    for found in both(dlast, logits, state):
+        assert_close(found, step[1], "float32")
 
 
 def test_no_step_is_the_state_itself():
