@@ -267,7 +267,10 @@ def _all_results(implementation):
 def test_gradients_with_an_option_are_those_of_autodiff_also_by_the_public_backward(at):
     (y, gradients, public), (y_autodiff, expected, _) = _all_results("xla")[at], _all_results("autodiff")[at]
     op, _, options, _ = CALLS[at]
-    assert_close((y, gradients), (y_autodiff, expected), 1e-4)
+    # The logarithms of excluded probabilities are infinite.
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.isinf(a), np.isinf(b)), y, y_autodiff)
+    finite = functools.partial(jax.tree.map, lambda a: np.where(np.isinf(a), 0, a))
+    assert_close((finite(y), gradients), (finite(y_autodiff), expected), 1e-4)
     # With running averages, the backward is that of an affine function.
     if "use_running_average" not in options:
         assert public or op == "logic_or_pool2d"
