@@ -204,7 +204,6 @@ TESTED_ELSEWHERE = {
     *(f"pallas_kernels/logic/{name}" for name in ("backward_along_trail", "tree_windows", "trees")),
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
-    *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
