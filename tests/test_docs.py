@@ -156,7 +156,7 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
         ("y = x wᵀ + b", r"y = x\,w^{\top } + b"),
         ("db[k] = Σ_{n, i} dy[n, k, i]", r"\mathit{db}_{k} = \sum _{n, i}\,\mathit{dy}_{n, k, i}"),
         ("dx = dy where x > 0, else 0", r"\mathit{dx} = \mathit{dy} \text{ where } x > 0, \text{ else } 0"),
-        ("x̂ = x / sqrt(mean(x²) + eps)", r"\hat{x} = x / \sqrt{\operatorname{mean}(x^{2}) + \mathit{eps}}"),
+        ("x̂ = x / sqrt(mean(x²) + epsilon)", r"\hat{x} = x / \sqrt{\operatorname{mean}(x^{2}) + \mathit{epsilon}}"),
         ("yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)", r"y_{i} = \operatorname{exp}(x_{i}) / \sum _{j}\,\operatorname{exp}(x_{j})"),
         ("y = x1 ** (x2 - 1)", r"y = x_{1}^{x_{2} - 1}"),
         ("max_pool2d(relu(x), window)", None),

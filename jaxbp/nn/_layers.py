@@ -96,7 +96,7 @@ class LayerNorm(nnx.Module):
         self,
         hidden: int,
         *,
-        eps: float = 1e-5,
+        epsilon: float = 1e-5,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
@@ -104,11 +104,11 @@ class LayerNorm(nnx.Module):
     ):
         self.scale = nnx.Param(jnp.ones(hidden, param_dtype))
         self.bias = nnx.Param(jnp.zeros(hidden, param_dtype))
-        self.eps, self.implementation, self.dtype = eps, implementation, dtype
+        self.epsilon, self.implementation, self.dtype = epsilon, implementation, dtype
 
     def __call__(self, x: Float[AnyArray, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         scale, bias = (a[...].astype(self.dtype) for a in (self.scale, self.bias))
-        return layer_norm(x.astype(self.dtype), scale, bias, self.eps, implementation=self.implementation)
+        return layer_norm(x.astype(self.dtype), scale, bias, self.epsilon, implementation=self.implementation)
 
 
 class LayerNormLinear(nnx.Module):
@@ -119,14 +119,14 @@ class LayerNormLinear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        eps: float = 1e-5,
+        epsilon: float = 1e-5,
         precision: PrecisionLike = None,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.norm = LayerNorm(in_features, eps=eps, param_dtype=param_dtype)
+        self.norm = LayerNorm(in_features, epsilon=epsilon, param_dtype=param_dtype)
         self.linear = Linear(in_features, out_features, param_dtype=param_dtype, rngs=rngs)
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
@@ -135,7 +135,7 @@ class LayerNormLinear(nnx.Module):
         return layer_norm_linear(
             x.astype(self.dtype),
             *(a[...].astype(self.dtype) for a in parameters),
-            self.norm.eps,
+            self.norm.epsilon,
             precision=self.precision,
             implementation=self.implementation,
         )

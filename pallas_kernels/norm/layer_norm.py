@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over the last axis of `(rows, hidden)`, for rows of any length.
 
-    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
+    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + epsilon)
 
 Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. The kernels store `offset`, the mean
 minus the row's first element, because rounding a mean far from zero would lose digits of `x - mean`.
@@ -51,11 +51,11 @@ class GradientsConfig:
     columns: int
 
 
-def _normalise_heuristic(x, scale, bias, *, eps, center):
+def _normalise_heuristic(x, scale, bias, *, epsilon, center):
     return NormaliseConfig(vector_length(jax.eval_shape(_fill_up, x)))
 
 
-def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     filled = jax.eval_shape(_fill_up, x)
     (rows, width), vector = filled.shape, vector_length(filled)
     columns = vector * largest_divisor(width // vector, _SUMMED_COLUMNS // vector)
@@ -65,7 +65,7 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 
 @kernel(heuristic=_normalise_heuristic)
 def normalise(
-    x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
+    x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
     """Return the output y in x's dtype, and float32 offset (mean minus first element) and inv_std `(rows,)`, for x
     `(rows, hidden)`. Without `center`, bias and offset are None."""
@@ -74,7 +74,7 @@ def normalise(
     vectors = _vectors(x.shape[1], config.vector)
 
     def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, statistics_refs, *, row):
-        x_row = _Row(x_ref, mask_ref, row, vectors, hidden, eps, center)
+        x_row = _Row(x_ref, mask_ref, row, vectors, hidden, epsilon, center)
         hat, offset, inv_std = x_row.normalise()
         if statistics_refs is not None:
             offset_ref, inv_std_ref = statistics_refs
@@ -109,7 +109,7 @@ def gradients(
     offset: Array | None,
     inv_std: Array | None,
     *,
-    eps: float,
+    epsilon: float,
     center: bool,
     with_y: bool = False,
     config: GradientsConfig,
@@ -130,7 +130,7 @@ def gradients(
     width, parts = x.shape[1], -(-rows // config.rows)
     sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
     dx, sums, y = launch(
-        _Backward(config, rows, hidden, eps, center).body,
+        _Backward(config, rows, hidden, epsilon, center).body,
         dy,
         x,
         scale,
@@ -154,7 +154,7 @@ class _Row:
     row: Any
     vectors: Sequence
     hidden: int
-    eps: float
+    epsilon: float
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
@@ -169,7 +169,7 @@ class _Row:
 
         if self.center:
             offset = self.mean(masked_deviation)
-        inv_std = inverse_root(self.mean(lambda vector: jnp.square(masked_deviation(vector))), self.eps)
+        inv_std = inverse_root(self.mean(lambda vector: jnp.square(masked_deviation(vector))), self.epsilon)
         return lambda vector: deviation(vector) * inv_std, offset, inv_std
 
     def mean(self, function: Callable[[Any], Array]) -> Array:
@@ -192,7 +192,7 @@ class _Backward:
     config: GradientsConfig
     rows: int
     hidden: int
-    eps: float
+    epsilon: float
     center: bool
 
     def body(self, *refs: Any, part: Any, owner: Any) -> None:
@@ -212,7 +212,7 @@ class _Backward:
 
     def _add_row(self, refs, row, owned_columns, sums):
         vectors = _vectors(refs.x.shape[1], self.config.vector)
-        x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
+        x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.epsilon, self.center)
         load_hat, _, inv_std = x_row.normalise()
 
         def t(vector):

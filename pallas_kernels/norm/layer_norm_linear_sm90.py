@@ -78,11 +78,11 @@ def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * COLUMNS) -> int
     return _aligned_bytes(blocks, z_buffers, 2 * outputs * hidden, 2 * (2 * hidden + outputs)) + 8 * (_WARPGROUPS + 1)
 
 
-def _forward_unsupported(x, scale, bias, w, b, *, eps):
+def _forward_unsupported(x, scale, bias, w, b, *, epsilon):
     return _unsupported(x, w, _forward_bytes)
 
 
-def _forward_heuristic(x, scale, bias, w, b, *, eps):
+def _forward_heuristic(x, scale, bias, w, b, *, epsilon):
     return ForwardConfig(columns=2 * COLUMNS) if x.shape[0] >= _MIN_ROWS else None
 
 
@@ -101,7 +101,7 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 
 @kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(
-    x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
+    x: Array, scale: Array, bias: Array, w: Array, b: Array, *, epsilon: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
     """Return the dense layer's output z `(rows, outputs)` in x's dtype, and float32 offset and inv_std `(rows,)` of
     LayerNorm: see `layer_norm.py`.
@@ -115,7 +115,7 @@ def forward(
     programs = min(-(-rows // (ROWS * _WARPGROUPS)), device.target().multiprocessors)
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
-        _Forward(rows, hidden, outputs, programs, eps, config).body,
+        _Forward(rows, hidden, outputs, programs, epsilon, config).body,
         x,
         w,
         scale,
@@ -162,7 +162,7 @@ class _Forward:
     hidden: int
     outputs: int
     programs: int
-    eps: float
+    epsilon: float
     config: ForwardConfig
 
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
@@ -203,7 +203,7 @@ class _Forward:
 
     def _block(self, refs, x, rows, z_buffer):
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
-        hat, offset, inv_std = normalise_rows(x, first_values_of(x), self.eps)
+        hat, offset, inv_std = normalise_rows(x, first_values_of(x), self.epsilon)
         store(refs.offset.at[rows], offset)
         store(refs.inv_std.at[rows], inv_std)
 

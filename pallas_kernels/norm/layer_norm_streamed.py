@@ -75,11 +75,11 @@ def _backward_unsupported(dy, x, *others, **options):
 # 2026-11-25-norm.md.
 
 
-def _normalise_heuristic(x, scale, bias, *, eps, center):
+def _normalise_heuristic(x, scale, bias, *, epsilon, center):
     return _heuristic(x, arrays=1, stages=4, programs=3)
 
 
-def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     return _heuristic(x, arrays=2, stages=3, programs=4)
 
 
@@ -88,20 +88,20 @@ def _input_gradient_heuristic(t, normalised, inv_std):
     return _heuristic(normalised, arrays=2, stages=stages, programs=programs)
 
 
-def _input_gradient_from_x_heuristic(t, x, *, eps):
+def _input_gradient_from_x_heuristic(t, x, *, epsilon):
     return _heuristic(x, arrays=2, stages=2, programs=3)
 
 
 @kernel(unsupported=_forward_unsupported, heuristic=_normalise_heuristic)
 def normalise(
-    x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
+    x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
     """Compute `layer_norm.normalise`, with the same arguments and results."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
     y, statistics = launch(
-        _Forward(block, config, programs, eps, center).body,
+        _Forward(block, config, programs, epsilon, center).body,
         rows,
         parameters,
         out=(rows, Statistics(row_statistic if center else None, row_statistic)),
@@ -122,7 +122,7 @@ def gradients(
     offset: Array | None,
     inv_std: Array | None,
     *,
-    eps: float,
+    epsilon: float,
     center: bool,
     with_y: bool = False,
     config: Config,
@@ -139,7 +139,7 @@ def gradients(
         statistics = Statistics(jnp.pad(offset, padding) if center else None, jnp.pad(inv_std, padding))
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     dx, sums, y = launch(
-        _Backward(block, config, programs, eps, center).body,
+        _Backward(block, config, programs, epsilon, center).body,
         rows,
         gradients,
         parameters,
@@ -162,22 +162,22 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
-def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
+def input_gradient_from_x(t: Array, x: Array, *, epsilon: float, config: Config) -> tuple[Array, Array]:
     """Return dx of `layer_norm.gradients`, and x̂, in x's dtype, from `t = dy * scale` and x."""
-    return _launch_input_gradient(t, x, None, eps, config)
+    return _launch_input_gradient(t, x, None, epsilon, config)
 
 
-def _launch_input_gradient(t, x, inv_std, eps, config):
-    """Return (dx, x̂) of LayerNorm, for `t = dy * scale` and x. If eps is None, the argument `x` is x̂, and the result
-    is (dx,)."""
+def _launch_input_gradient(t, x, inv_std, epsilon, config):
+    """Return (dx, x̂) of LayerNorm, for `t = dy * scale` and x. If epsilon is None, the argument `x` is x̂, and the
+    result is (dx,)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
-        _InputGradient(block, config, programs, eps).body,
+        _InputGradient(block, config, programs, epsilon).body,
         t,
         rows,
         None if inv_std is None else jnp.pad(inv_std, (0, padded_rows - x.shape[0])),
-        out=(rows, None if eps is None else rows),
+        out=(rows, None if epsilon is None else rows),
         skippable=[1],
         grid={"program": programs},
         scratch=_stages(block, config, t, x),
@@ -198,7 +198,7 @@ def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Stream):
-    eps: float
+    epsilon: float
     center: bool
 
     def body(self, x, parameters, y, statistics, stages, loaded, *, program):
@@ -210,7 +210,7 @@ class _Forward(Stream):
         wait()
         for rows in block.groups(self.config.rows):
             blocks = [block.block_rows(stages[0], row) for row in rows]
-            hats, statistics = block.normalise(blocks, None, eps=self.eps, center=self.center)
+            hats, statistics = block.normalise(blocks, None, epsilon=self.epsilon, center=self.center)
             for ref, hat in zip(blocks, hats, strict=True):
                 ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
             for row, block_statistics in zip(rows, statistics, strict=True) if statistics_refs is not None else ():
@@ -219,7 +219,7 @@ class _Forward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _Backward(Stream):
-    eps: float
+    epsilon: float
     center: bool
 
     def body(self, x, dy, parameters, statistics, dx, sums_ref, y, stages, loaded, *, program):
@@ -241,7 +241,7 @@ class _Backward(Stream):
         for i, rows in enumerate(groups):
             xs, dys = ([block.block_rows(stage, row) for row in rows] for stage in stages)
             hats, statistics = block.normalise(
-                xs, known_statistics and known_statistics[i], eps=self.eps, center=self.center
+                xs, known_statistics and known_statistics[i], epsilon=self.epsilon, center=self.center
             )
             sums = self._finish(xs, dys, hats, statistics, parameters, sums, with_y)
         return sums
@@ -264,7 +264,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    eps: float | None
+    epsilon: float | None
 
     def body(self, t, x, inv_std, dx, hat, stages, loaded, *, program):
         step, targets = functools.partial(self._step, inv_std, hat is not None), [dx] if hat is None else [dx, hat]
@@ -280,8 +280,8 @@ class _InputGradient(Stream):
         for rows, known in zip(groups, inv_stds, strict=True):
             t_refs, x_refs = ([block.block_rows(stage, row) for row in rows] for stage in stages)
             ts, hats = ([block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_refs, x_refs))
-            if self.eps is not None:
-                hats, statistics = block.normalise(x_refs, None, eps=self.eps, center=True)
+            if self.epsilon is not None:
+                hats, statistics = block.normalise(x_refs, None, epsilon=self.epsilon, center=True)
                 known = [a.inv_std for a in statistics]
             means = block.means(ts, hats, center=True)
             for t_ref, x_ref, t, hat, value, row_means in zip(t_refs, x_refs, ts, hats, known, means, strict=True):

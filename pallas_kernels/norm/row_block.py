@@ -115,7 +115,7 @@ class Block:
         return [combine_block(block, a) for block, a in zip(blocks, row_values, strict=True)]
 
     def normalise(
-        self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
+        self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, epsilon: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
         """Return x̂ of LayerNorm and the statistics for each block of rows in `refs`. Each x̂ is a function that returns
         an array. If `known_statistics` is None, compute the statistics."""
@@ -128,7 +128,7 @@ class Block:
         if known_statistics:
             inv_stds = [a.inv_std for a in known_statistics]
         else:
-            inv_stds = [inverse_root(self.mean(jnp.square(block())), eps) for block in x]
+            inv_stds = [inverse_root(self.mean(jnp.square(block())), epsilon) for block in x]
         statistics = [Statistics(*a) for a in zip(offsets, inv_stds, strict=True)]
         return self.combine(jnp.multiply, x, inv_stds), statistics
 

@@ -50,7 +50,7 @@ def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
-def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
+def normalise_rows(x: Array, first_values: Array, epsilon: float) -> tuple[Callable[[Any], Array], Array, Array]:
     """Return LayerNorm's x̂ as a function of a slice of columns, and offset (mean minus first value) and inv_std per
     row."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
@@ -63,5 +63,5 @@ def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[
     def deviation(columns):
         return difference(columns) - broadcast_rows(offset)
 
-    inv_std = inverse_root(sum_slices(lambda columns: jnp.square(deviation(columns)), pieces) * share, eps)
+    inv_std = inverse_root(sum_slices(lambda columns: jnp.square(deviation(columns)), pieces) * share, epsilon)
     return lambda columns: deviation(columns) * broadcast_rows(inv_std), offset, inv_std

@@ -19,8 +19,8 @@ class Functions:
         )
         return y + b
 
-    def rms_norm(x, scale, eps):
-        return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
+    def rms_norm(x, scale, epsilon):
+        return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon) * scale
 
     def embedding(indices, table):
         return table[indices]
@@ -59,8 +59,8 @@ def mixer(n, p, x):
 
 def model(n, parameters, indices):
     x = n.embedding(indices, parameters["table"])
-    x += mixer(n, parameters, n.rms_norm(x, parameters["norm"], eps=1e-5))
-    return n.matmul(n.rms_norm(x, parameters["norm_f"], eps=1e-5), parameters["table"].T)
+    x += mixer(n, parameters, n.rms_norm(x, parameters["norm"], epsilon=1e-5))
+    return n.matmul(n.rms_norm(x, parameters["norm_f"], epsilon=1e-5), parameters["table"].T)
 
 
 def losses(n):

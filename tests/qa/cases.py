@@ -151,7 +151,6 @@ def _options(random, entry, options, arguments):
         "ddof": [0, 1, 2],
         "negative_slope": [0.0, 0.01, 0.3, 1.0],
         "delta": [0.5, 1.0, 2.0],
-        "eps": [1e-5, 1e-3, 1e-6],
         "epsilon": [1e-5, 1e-3, 1e-6],
         "approximate": [False, True],
         "min": [-1.0, -0.3, None],

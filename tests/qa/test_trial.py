@@ -44,7 +44,7 @@ def test_arguments_that_an_implementation_does_not_take_are_refused():
 
 def test_terms_that_cancel_exactly_in_autodiff_by_luck_may_leave_a_rounding():
     *values, dy = drawn((3, 4, 1), (1,), (1,), (3, 4, 1))
-    assert judged(ENTRIES["layer_norm"], values, dy, "gradient_of_gradient", eps=1e-6) is None
+    assert judged(ENTRIES["layer_norm"], values, dy, "gradient_of_gradient", epsilon=1e-6) is None
 
 
 @pytest.mark.parametrize("columns", [1, 5])

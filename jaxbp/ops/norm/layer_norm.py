@@ -34,21 +34,21 @@ def _first(x):
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
-def row_statistics(x, *, eps, center):
+def row_statistics(x, *, epsilon, center):
     """Return (offset, inv_std) per row. Without `center`, for RMSNorm, offset is None.
 
-    inv_std is `1 / sqrt(var + eps)`. The offset is the mean minus the row's first element, because a mean far from zero
-    is rounded to too few digits.
+    inv_std is `1 / sqrt(var + epsilon)`. The offset is the mean minus the row's first element, because a mean far from
+    zero is rounded to too few digits.
     """
     if not center:
-        return None, _inv_std(upcast(x), eps)
+        return None, _inv_std(upcast(x), epsilon)
     x = upcast(x) - _first(x)
     offset = jnp.mean(x, axis=-1)
-    return offset, _inv_std(x - offset[..., None], eps)
+    return offset, _inv_std(x - offset[..., None], epsilon)
 
 
-def _inv_std(centred, eps):
-    return inverse_root(jnp.mean(jnp.square(centred), axis=-1), eps)
+def _inv_std(centred, epsilon):
+    return inverse_root(jnp.mean(jnp.square(centred), axis=-1), epsilon)
 
 
 def _normalised(x, offset, inv_std):
@@ -70,39 +70,39 @@ def _along_rows(parameter, x):
     return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
 
-def normalise(x, scale, bias, *, eps, center):
+def normalise(x, scale, bias, *, epsilon, center):
     # After one conversion, autodiff rounds the gradient once. After several, it would add rounded gradients.
     dtype, x = x.dtype, upcast(x)
-    offset, inv_std = row_statistics(x, eps=eps, center=center)
+    offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
     return _scaled(_normalised(x, offset, inv_std), scale, bias, dtype), offset, inv_std
 
 
-def normalise_kernel(x, scale, bias, *, eps, center):
+def normalise_kernel(x, scale, bias, *, epsilon, center):
     if x.size == 0:
-        return normalise(x, scale, bias, eps=eps, center=center)
-    arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
+        return normalise(x, scale, bias, epsilon=epsilon, center=center)
+    arrays, options = (rows(x), scale, bias), dict(epsilon=epsilon, center=center)
     y, *statistics = _streamed_if_faster(layer_norm_streamed.normalise, kernels.normalise, *arrays, **options)
     return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
 
 
-def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
+def gradients(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider. y is the normalization's result, or
     None without `with_y`. (offset, inv_std) are from `row_statistics`, or None."""
     if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=eps, center=center)
+        offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
     dx = input_gradient(dy * _along_rows(scale, dy), normalised, inv_std, center=center).astype(x.dtype)
     dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
     return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
 
 
-def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    options = dict(eps=eps, center=center, with_y=with_y)
+def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
+    options = dict(epsilon=epsilon, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
-    if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads with rows of zeros, whose inv_std would be infinite with a small eps.
-        offset, inv_std = row_statistics(x, eps=eps, center=center)
+    if inv_std is None and epsilon < jnp.finfo(jnp.float32).tiny:
+        # The streamed kernel pads with rows of zeros, whose inv_std would be infinite with a small epsilon.
+        offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
     dx, *sums, y = _streamed_if_faster(layer_norm_streamed.gradients, kernels.gradients, *arrays, **options)
@@ -118,9 +118,9 @@ def input_gradient(t, normalised, inv_std, *, center=True):
     return (dx * inv_std[..., None]).astype(dtype)
 
 
-def input_gradient_from_x(t, x, *, eps):
+def input_gradient_from_x(t, x, *, epsilon):
     """Return dx and the normalized rows x̂ in x's dtype, given `t = dy * scale`."""
-    offset, inv_std = row_statistics(x, eps=eps, center=True)
+    offset, inv_std = row_statistics(x, epsilon=epsilon, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
 
@@ -130,9 +130,9 @@ def input_gradient_kernel(t, normalised, inv_std):
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
-def input_gradient_from_x_kernel(t, x, *, eps):
+def input_gradient_from_x_kernel(t, x, *, epsilon):
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
-    results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
+    results = on_gpu(*(functools.partial(f, epsilon=epsilon) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 
@@ -141,13 +141,13 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
-def default(x, scale, bias, *, eps, center=True):
-    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
+def default(x, scale, bias, *, epsilon, center=True):
+    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, epsilon=epsilon, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
 
-def _forward(x, scale, bias, *, eps, center):
-    return normalise(x, scale, bias, eps=eps, center=center)[0]
+def _forward(x, scale, bias, *, epsilon, center):
+    return normalise(x, scale, bias, epsilon=epsilon, center=center)[0]
 
 
 def _save(normalise, x, scale, bias, **options):
@@ -192,13 +192,13 @@ def layer_norm(
     x: AnyRows,
     scale: AnyParameter | None = None,
     bias: AnyParameter | None = None,
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> Rows:
-    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row,
-    in the promoted dtype of the arguments.
+    """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias`, with the mean and the variance over each
+    row, in the promoted dtype of the arguments.
 
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
@@ -206,21 +206,22 @@ def layer_norm(
 
     Source: J. Ba et al., "Layer normalization", 2016.
     """
-    shape, (x, scale, bias) = _check("layer_norm", axis, eps, x, scale, bias)
-    return _LAYER_NORM(x, scale, bias, eps=float(eps), center=True, implementation=implementation).reshape(shape)
+    shape, (x, scale, bias) = _check("layer_norm", axis, epsilon, x, scale, bias)
+    y = _LAYER_NORM(x, scale, bias, epsilon=float(epsilon), center=True, implementation=implementation)
+    return y.reshape(shape)
 
 
 def layer_norm_backward(
     dy: AnyRows,
     x: AnyRows,
     scale: AnyParameter | None = None,
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
     """Gradients of `layer_norm`. With `t = dy * scale`, `x̂ = (x - mean) * inv_std`, and
-    `inv_std = 1 / sqrt(var(x) + eps)`,
+    `inv_std = 1 / sqrt(var(x) + epsilon)`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
@@ -230,8 +231,8 @@ def layer_norm_backward(
 
     Source: docs/layer_norm.md.
     """
-    shape, (*arrays, dy) = _check("layer_norm_backward", axis, eps, x, scale, dy=dy)
-    dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=float(eps), center=True, implementation=implementation)
+    shape, (*arrays, dy) = _check("layer_norm_backward", axis, epsilon, x, scale, dy=dy)
+    dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, epsilon=float(epsilon), center=True, implementation=implementation)
     gradients = dx.reshape(shape), *(a.reshape(_row_shape(axis, shape)) for a in parameters)
     scale = x if scale is None else scale
     return in_dtypes_of((x, scale, scale), gradients)
@@ -240,31 +241,31 @@ def layer_norm_backward(
 def rms_norm(
     x: AnyRows,
     scale: AnyParameter | None = None,
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> Rows:
-    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row.
+    """RMSNorm, `y = x / sqrt(mean(x²) + epsilon) * scale`, with the mean over each row.
 
     Arguments and dtypes are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
-    shape, (x, scale, _) = _check("rms_norm", axis, eps, x, scale)
-    return _RMS_NORM(x, scale, None, eps=float(eps), center=False, implementation=implementation).reshape(shape)
+    shape, (x, scale, _) = _check("rms_norm", axis, epsilon, x, scale)
+    return _RMS_NORM(x, scale, None, epsilon=float(epsilon), center=False, implementation=implementation).reshape(shape)
 
 
 def rms_norm_backward(
     dy: AnyRows,
     x: AnyRows,
     scale: AnyParameter | None = None,
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter]:
-    """Gradients of `rms_norm`. With `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
+    """Gradients of `rms_norm`. With `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + epsilon)`,
 
         dx = inv_rms * (t - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,
 
@@ -272,13 +273,13 @@ def rms_norm_backward(
 
     Dtypes are as in `layer_norm_backward`.
     """
-    shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
-    dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=float(eps), center=False, implementation=implementation)
+    shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, epsilon, x, scale, dy=dy)
+    dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, epsilon=float(epsilon), center=False, implementation=implementation)
     gradients = dx.reshape(shape), dscale.reshape(_row_shape(axis, shape))
     return in_dtypes_of((x, x if scale is None else scale), gradients)
 
 
-def _check(op, axis, eps, x, scale, bias=None, **dy):
+def _check(op, axis, epsilon, x, scale, bias=None, **dy):
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):
@@ -289,7 +290,7 @@ def _check(op, axis, eps, x, scale, bias=None, **dy):
     arrays = [x, *dy]
     if len(axes) > 1:
         arrays = [a.reshape(*a.shape[: axes[0]], math.prod(size)) for a in arrays]
-    check(op, eps, x=arrays[0])
+    check(op, epsilon, x=arrays[0])
     parameters = checks.scale_and_bias(op, x, size, scale, bias)
     rows, *dy = arrays
     return x.shape, (rows, *(a.reshape(math.prod(size)) for a in parameters), *dy)
@@ -299,7 +300,7 @@ def _row_shape(axis, shape):
     return [shape[i] for i in checks.axes("layer_norm", axis, len(shape))]
 
 
-def check(op, eps, **arrays):
+def check(op, epsilon, **arrays):
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:
@@ -307,8 +308,8 @@ def check(op, eps, **arrays):
     for name, a in values.items():
         if name in ("scale", "bias"):
             checks.shape(op, name, a, x.shape[-1])
-    if isinstance(eps, AnyArray):
-        eps = checks.number(op, "eps", eps)
-    if not checks.is_number(eps) or not 0 <= eps < math.inf:
-        raise ValueError(f"{op}: eps is {eps!r}; wants a finite number of at least 0")
+    if isinstance(epsilon, AnyArray):
+        epsilon = checks.number(op, "epsilon", epsilon)
+    if not checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
+        raise ValueError(f"{op}: epsilon is {epsilon!r}; wants a finite number of at least 0")
     return tuple(values.values())

@@ -32,12 +32,12 @@ _MIN_PRODUCT_ROWS, _MIN_PRODUCT_INPUTS = 8192, 512
 measured)."""
 
 
-def _forward(x, scale, bias, w, b, *, eps, precision):
-    return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
+def _forward(x, scale, bias, w, b, *, epsilon, precision):
+    return _results(x, scale, bias, w, b, epsilon=epsilon, precision=precision)[0]
 
 
-def _results(x, scale, bias, w, b, *, eps, precision):
-    y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
+def _results(x, scale, bias, w, b, *, epsilon, precision):
+    y, offset, inv_std = layer_norm.normalise(x, scale, bias, epsilon=epsilon, center=True)
     return _dense(y, w, b, precision=precision), offset, inv_std
 
 
@@ -45,21 +45,21 @@ def _sharded_like(x, scale, bias, w, b):
     return _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None)
 
 
-def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    separate = functools.partial(_separate_results, eps=eps, precision=precision)
+def _results_kernel(x, scale, bias, w, b, *, epsilon, precision):
+    separate = functools.partial(_separate_results, epsilon=epsilon, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
+    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, epsilon=epsilon):
         return separate(x, scale, bias, w, b)
-    return on_gpu(functools.partial(_fused_results, eps=eps), separate, x, scale, bias, w, b_or_zeros)
+    return on_gpu(functools.partial(_fused_results, epsilon=epsilon), separate, x, scale, bias, w, b_or_zeros)
 
 
-def _separate_results(x, scale, bias, w, b, *, eps, precision):
-    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, eps=eps, center=True)
+def _separate_results(x, scale, bias, w, b, *, epsilon, precision):
+    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, epsilon=epsilon, center=True)
     return _dense_kernel(y, w, b, precision=precision), offset, inv_std
 
 
-def _fused_results(x, scale, bias, w, b, *, eps):
-    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, eps=eps)
+def _fused_results(x, scale, bias, w, b, *, epsilon):
+    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, epsilon=epsilon)
     return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
 
@@ -102,8 +102,8 @@ def _keeps_normalised(x, w):
     )
 
 
-def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
+def _normalised_results(normalise, dense, x, scale, bias, w, b, *, epsilon, precision):
+    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), epsilon=epsilon, center=True)
     offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
     offsets = offsets if b is None else offsets + upcast(b)
     return dense(normalised, _scaled_weights(w, scale), offsets, precision=precision), normalised, inv_std
@@ -137,17 +137,17 @@ def _residuals(x, scale, bias, w, b, **options):
     return x, scale, bias, w, b, None, None, None
 
 
-def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
+def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, epsilon, precision):
     dn = jnp.matmul(dy, w, precision=precision)
-    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
+    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, epsilon=epsilon, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)
     return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
 
 
-def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, epsilon, precision):
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
-        return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
+        return gradients(dy, x, scale, bias, w, b, offset, inv_std, epsilon=epsilon, precision=precision)
     # The "xla" forward keeps x. Only derivatives of the "pallas" backward get `normalised`.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
@@ -155,16 +155,16 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     return dx, *_of_sums(_parameters_of_sums, s, db, scale, bias, w, b)
 
 
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, eps, precision):
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, epsilon, precision):
     if normalised is not None or _keeps_normalised(x, w):
-        return _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, eps=eps, precision=precision)
+        return _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, epsilon=epsilon, precision=precision)
     separate = functools.partial(
-        _backward, layer_norm.gradients_kernel, _parameters_kernel, eps=eps, precision=precision
+        _backward, layer_norm.gradients_kernel, _parameters_kernel, epsilon=epsilon, precision=precision
     )
     if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
         return separate(dy, x, scale, bias, w, b, offset, inv_std)
     if inv_std is None:
-        offset, inv_std = row_statistics(x, eps=eps, center=True)
+        offset, inv_std = row_statistics(x, epsilon=epsilon, center=True)
     return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
 
 
@@ -175,10 +175,10 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
     return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
 
 
-def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
+def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, epsilon, precision):
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
-        dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
+        dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, epsilon=epsilon)
     else:
         dx = layer_norm.input_gradient_kernel(t, normalised, inv_std)
     s, db = _sums_kernel(rows(dy), rows(normalised))
@@ -218,8 +218,8 @@ def _parameters_of_sums(s, db, scale, bias, w):
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
 
 
-def _default(x, scale, bias, w, b, *, eps, precision):
-    of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
+def _default(x, scale, bias, w, b, *, epsilon, precision):
+    of_layer_norm = layer_norm.default(x, scale, bias, epsilon=epsilon)
     # "autodiff" would sum db in half precision.
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -246,7 +246,7 @@ def layer_norm_linear(
     bias: Float[AnyArray, "hidden"],
     w: Float[AnyArray, "out hidden"],
     b: Float[AnyArray, "out"] | None = None,
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -257,15 +257,15 @@ def layer_norm_linear(
     `implementation="pallas"` saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
 
     Args:
-      x, scale, bias, eps: as in `layer_norm`.
+      x, scale, bias, epsilon: as in `layer_norm`.
       w, b, precision: as in `linear`.
     """
     op = "layer_norm_linear"
-    x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
+    x, scale, bias, w, b = layer_norm.check(op, epsilon, x=x, scale=scale, bias=bias, w=w, b=b)
     checks.shape(op, "w", w, "out", x.shape[-1])
     if b is not None:
         checks.shape(op, "b", b, w.shape[0])
-    options = dict(eps=float(eps), precision=checks.precision(op, precision), implementation=implementation)
+    options = dict(epsilon=float(epsilon), precision=checks.precision(op, precision), implementation=implementation)
     return _LAYER_NORM_LINEAR(x, scale, bias, w, b, **options)
 
 
@@ -275,7 +275,7 @@ def layer_norm_linear_backward(
     scale: Float[AnyArray, "hidden"],
     bias: Float[AnyArray, "hidden"],
     w: Float[AnyArray, "out hidden"],
-    eps: float = 1e-5,
+    epsilon: float = 1e-5,
     *,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
@@ -298,9 +298,9 @@ def layer_norm_linear_backward(
     """
     op = "layer_norm_linear_backward"
     arguments = x, scale, bias, w, w
-    dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)
+    dy, x, scale, bias, w = layer_norm.check(op, epsilon, dy=dy, x=x, scale=scale, bias=bias, w=w)
     checks.shape(op, "w", w, "out", x.shape[-1])
     checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
-    options = dict(eps=float(eps), precision=checks.precision(op, precision), implementation=implementation)
+    options = dict(epsilon=float(epsilon), precision=checks.precision(op, precision), implementation=implementation)
     return in_dtypes_of(arguments, _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options))

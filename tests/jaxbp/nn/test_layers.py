@@ -19,8 +19,8 @@ X = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
 
 
 def test_a_layer_is_its_op_with_its_parameters_and_options():
-    norm = LayerNorm(6, eps=0.5, implementation="xla")
-    both = LayerNormLinear(6, 3, eps=0.5, implementation="xla", rngs=nnx.Rngs(1))
+    norm = LayerNorm(6, epsilon=0.5, implementation="xla")
+    both = LayerNormLinear(6, 3, epsilon=0.5, implementation="xla", rngs=nnx.Rngs(1))
     rows = jaxbp.layer_norm(X, jnp.ones(6), jnp.zeros(6), 0.5, implementation="xla")
     np.testing.assert_allclose(norm(X), rows, rtol=1e-6)
     np.testing.assert_allclose(both(X), both.linear(rows), rtol=1e-5, atol=1e-6)

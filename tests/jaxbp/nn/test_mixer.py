@@ -19,12 +19,12 @@ def mixer(implementation=None, dtype=jnp.float32, **options):
 
 
 def test_layer_norm_linear_is_the_op_of_its_parameters():
-    layer = LayerNormLinear(5, 3, eps=0.1, rngs=nnx.Rngs(0))
+    layer = LayerNormLinear(5, 3, epsilon=0.1, rngs=nnx.Rngs(0))
     (x,) = normal((2, 4, 5))
     assert_close(layer.norm.scale[...], np.ones(5), "float32")
     parameters = layer.norm.scale[...], layer.norm.bias[...], layer.linear.weight[...], layer.linear.bias[...]
     np.testing.assert_array_equal(layer(x), jaxbp.layer_norm_linear(x, *parameters, 0.1))
-    np.testing.assert_array_equal(LayerNorm(5, eps=0.1)(x), jaxbp.layer_norm(x, *parameters[:2], 0.1))
+    np.testing.assert_array_equal(LayerNorm(5, epsilon=0.1)(x), jaxbp.layer_norm(x, *parameters[:2], 0.1))
 
 
 def test_layers_compute_in_their_dtype_and_keep_their_parameters():

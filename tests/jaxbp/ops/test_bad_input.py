@@ -351,11 +351,11 @@ OPTIONS = {
         f"max_pool2d: padding is 'reflect'; wants {A_PADDING}",
     ),
     **{
-        f"eps={eps!r}": (
-            layer_norm_linear(eps=eps),
-            f"layer_norm_linear: eps is {eps!r}; wants a finite number of at least 0",
+        f"epsilon={epsilon!r}": (
+            layer_norm_linear(epsilon=epsilon),
+            f"layer_norm_linear: epsilon is {epsilon!r}; wants a finite number of at least 0",
         )
-        for eps in (-1e-5, float("inf"), float("nan"), "1e-5", True)
+        for epsilon in (-1e-5, float("inf"), float("nan"), "1e-5", True)
     },
     "dilation": (conv2d(dilation=0), f"conv2d: dilation is 0; wants {AN_INT.format(1)}"),
     "dimension_numbers": (

@@ -19,7 +19,7 @@ def assert_right():
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
     """Return the forward's (y, statistics) and the backward's (gradients, y). If `known`, the backward gets the
     statistics."""
-    options = dict(eps=1e-5, center=center)
+    options = dict(epsilon=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)
     given = statistics if known else (None, None)

@@ -43,7 +43,7 @@ def structs(rows, hidden):
 )
 def test_the_heuristic_divides_rows_among_multiprocessors_and_columns_among_registers(rows, hidden, config, on_hopper):
     x, scale = structs(rows, hidden)
-    options = dict(eps=1e-5, center=True)
+    options = dict(epsilon=1e-5, center=True)
     assert kernels.gradients.heuristic(x, x, scale, scale, None, None, **options) == config
     assert kernels.normalise.heuristic(x, scale, scale, **options) == NormaliseConfig(config.vector)
 
@@ -51,12 +51,12 @@ def test_the_heuristic_divides_rows_among_multiprocessors_and_columns_among_regi
 def test_more_multiprocessors_have_fewer_rows_each():
     x, scale = structs(8192, 768)
     with targeting(dataclasses.replace(HOPPER, multiprocessors=512)):
-        assert kernels.gradients.heuristic(x, x, scale, scale, None, None, eps=1e-5, center=True).rows == 4
+        assert kernels.gradients.heuristic(x, x, scale, scale, None, None, epsilon=1e-5, center=True).rows == 4
 
 
 def test_every_gpu_with_kernels_takes_them():
     x, scale = structs(3, 5)
     for device in (HOPPER, BLACKWELL_RTX):
         with targeting(device):
-            assert kernels.normalise.pays(x, scale, scale, eps=1e-5, center=True)
-            assert kernels.gradients.pays(x, x, scale, scale, None, None, eps=1e-5, center=True)
+            assert kernels.normalise.pays(x, scale, scale, epsilon=1e-5, center=True)
+            assert kernels.gradients.pays(x, x, scale, scale, None, None, epsilon=1e-5, center=True)

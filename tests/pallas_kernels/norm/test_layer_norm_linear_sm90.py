@@ -34,7 +34,7 @@ CONFIGS = kernels.ForwardConfig(columns=128), kernels.InputGradientConfig(stages
 
 @jax.jit
 def both(x, scale, bias, w, b, dz):
-    z, *statistics = kernels.forward(x, scale, bias, w, b, eps=1e-5, config=CONFIGS[0])
+    z, *statistics = kernels.forward(x, scale, bias, w, b, epsilon=1e-5, config=CONFIGS[0])
     return (z, *statistics), kernels.input_gradient(dz, x, scale, w, *statistics, config=CONFIGS[1])
 
 
@@ -83,7 +83,7 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 def answers(question, rows, hidden, out, dtype="bfloat16"):
     x, scale, bias, w, b, dz = structs(rows, hidden, out, dtype)
-    forward = getattr(kernels.forward, question)(x, scale, bias, w, b, eps=1e-5)
+    forward = getattr(kernels.forward, question)(x, scale, bias, w, b, epsilon=1e-5)
     return [forward, getattr(kernels.input_gradient, question)(dz, x, scale, w, None, None)]
 
 

@@ -41,7 +41,7 @@ def assert_input_gradient_right(rows, hidden, dtype, config):
 
     @jax.jit
     def both(t, x, inv_std):
-        from_x = kernels.input_gradient_from_x(t, x, eps=1e-5, config=config)
+        from_x = kernels.input_gradient_from_x(t, x, epsilon=1e-5, config=config)
         return kernels.input_gradient(t, x, inv_std, config=config), from_x
 
     actual = jax.block_until_ready(both(t, x, inv_std))
@@ -73,9 +73,9 @@ def test_dx_is_the_same_if_the_normalised_rows_are_not_wanted():
     def run():
         config = Config(4, 2, 1)
         dx, _, _, y = kernels.gradients(
-            t, x, scale, scale, None, None, eps=1e-5, center=True, with_y=True, config=config
+            t, x, scale, scale, None, None, epsilon=1e-5, center=True, with_y=True, config=config
         )
-        return [(dx, y), kernels.input_gradient_from_x(t, x, eps=1e-5, config=config)]
+        return [(dx, y), kernels.input_gradient_from_x(t, x, epsilon=1e-5, config=config)]
 
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         expected = run()
@@ -95,8 +95,8 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
     @jax.jit
     def run(t, x):
-        y, _, inv_std = kernels.normalise(x, jnp.ones(128), None, eps=1e-5, center=False, config=Config(4, 2, 1))
-        return y, inv_std[:, None], *kernels.input_gradient_from_x(t, x, eps=1e-5, config=Config(4, 2, 1))
+        y, _, inv_std = kernels.normalise(x, jnp.ones(128), None, epsilon=1e-5, center=False, config=Config(4, 2, 1))
+        return y, inv_std[:, None], *kernels.input_gradient_from_x(t, x, epsilon=1e-5, config=Config(4, 2, 1))
 
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         for rows in jax.block_until_ready(run(t, x)):
@@ -109,7 +109,7 @@ def arguments(hidden, dtype):
     return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
 
 
-OPTIONS = dict(eps=1e-5, center=True)
+OPTIONS = dict(epsilon=1e-5, center=True)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward,
 def test_the_heuristic_of_dx_alone_is_the_sweeps_on_hopper(hidden, by_hat, from_x, on_hopper):
     x = jax.ShapeDtypeStruct((1000, hidden), "bfloat16")
     assert kernels.input_gradient.heuristic(x, x, None) == by_hat
-    assert kernels.input_gradient_from_x.heuristic(x, x, eps=1e-5) == from_x
+    assert kernels.input_gradient_from_x.heuristic(x, x, epsilon=1e-5) == from_x
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from jaxbp import batch_norm, group_norm, group_norm_backward, layer_norm
 def test_one_group_is_a_layer_norm_over_all_axes_but_the_first(implementation):
     (x,) = normal((4, 6, 3))
     y = group_norm(x, num_groups=1, implementation=implementation)
-    assert_close(y, layer_norm(x, eps=1e-6, axis=(1, 2)), "float32")
+    assert_close(y, layer_norm(x, epsilon=1e-6, axis=(1, 2)), "float32")
 
 
 @every_implementation

@@ -98,9 +98,9 @@ def test_half_precisions_far_from_zero_match_float64(dtype, implementation):
 @pytest.mark.parametrize("backward", [layer_norm_backward, rms_backward])
 def test_without_an_eps_no_row_that_only_fills_a_group_joins_the_sums(backward):
     dy, x, scale = normal((5, 128), (5, 128), (128,))
-    expected = in_float64(functools.partial(backward, eps=0.0, implementation="autodiff"), dy, x, scale)
+    expected = in_float64(functools.partial(backward, epsilon=0.0, implementation="autodiff"), dy, x, scale)
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
-        run = jax.jit(functools.partial(backward, eps=0.0, implementation="pallas"))
+        run = jax.jit(functools.partial(backward, epsilon=0.0, implementation="pallas"))
         actual = jax.block_until_ready(run(dy, x, scale))
     assert_close(actual, expected, "float32")
 
@@ -211,8 +211,8 @@ def test_the_streamed_kernels_without_sums_and_statistics_are_right_in_the_simul
     x, dy, scale, bias = normal((4, 256), (4, 256), (256,), (256,))
     statistics = jnp.mean(x, axis=1) - x[:, 0], jax.lax.rsqrt(jnp.var(x, axis=1) + 1e-5)
     with simulated(), skipped_outputs(layer_norm_streamed, 1):
-        y, *skipped = layer_norm_streamed.normalise(x, scale, bias, eps=1e-5, center=True)
-        dx, *sums, _ = layer_norm_streamed.gradients(dy, x, scale, None, *statistics, eps=1e-5, center=True)
+        y, *skipped = layer_norm_streamed.normalise(x, scale, bias, epsilon=1e-5, center=True)
+        dx, *sums, _ = layer_norm_streamed.gradients(dy, x, scale, None, *statistics, epsilon=1e-5, center=True)
     assert not np.any([np.any(a) for a in (*skipped, *sums)])
     assert_close(y, layer_norm(x, scale, bias, implementation="xla"), "float32")
     assert_close(dx, layer_norm_backward(dy, x, scale, implementation="xla")[0], "float32")
@@ -221,9 +221,9 @@ def test_the_streamed_kernels_without_sums_and_statistics_are_right_in_the_simul
 @every_op
 def test_eps_may_be_a_numpy_scalar_or_a_concrete_array_but_not_a_traced_one(op, shapes):
     arrays = normal(*shapes)
-    for eps in (np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5)):
-        np.testing.assert_array_equal(op(*arrays, eps=eps), op(*arrays, eps=0.5))
-    with pytest.raises(ValueError, match=f"^{op.__name__}: eps is a traced array; wants a Python number$"):
-        jax.jit(lambda eps: op(*arrays, eps=eps))(0.5)
-    with pytest.raises(ValueError, match=rf"^{op.__name__}: eps has shape \(1,\); wants a Python number$"):
-        op(*arrays, eps=np.ones(1))
+    for epsilon in (np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5)):
+        np.testing.assert_array_equal(op(*arrays, epsilon=epsilon), op(*arrays, epsilon=0.5))
+    with pytest.raises(ValueError, match=f"^{op.__name__}: epsilon is a traced array; wants a Python number$"):
+        jax.jit(lambda epsilon: op(*arrays, epsilon=epsilon))(0.5)
+    with pytest.raises(ValueError, match=rf"^{op.__name__}: epsilon has shape \(1,\); wants a Python number$"):
+        op(*arrays, epsilon=np.ones(1))
