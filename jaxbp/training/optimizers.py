@@ -17,8 +17,8 @@ from jaxbp.common.checks import Number
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable
 from jaxbp.pairing.mesh import mesh_of
 from jaxbp.training.precision import where_finite
-from pallas_kernels.core.launch import on_gpu
-from pallas_kernels.pointwise.updates import Config, updates
+from pallas_kernels.core.launch import CHANGES_IN_PLACE, on_gpu
+from pallas_kernels.pointwise.updates import updates
 
 if TYPE_CHECKING:
     import optax
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _NAME = "fused_adamw"
 _MOMENTS = ("mu", "nu")
 """Fields of Optax's Adam state with one array per parameter."""
+_MAX_ELEMENTS = 2**19
+"""Maximum average elements per array. The kernel was faster than XLA with 128,000, but not with 1,024,000:
+docs/lab/2026-11-23-lenet.md."""
 
 
 class FusedOptimizer(NamedTuple):
@@ -149,8 +152,7 @@ class _AdamW:
         new = [[None] * len(jax.tree.leaves(params)) for _ in ("params", *_MOMENTS)]
         for decays, places, lists in _lists(grads, state, params, self.decaying(params)):
             of_blocks = functools.partial(self.formula, tuple(step), decays)
-            config = updates.heuristic(of_blocks, scalars, *lists) or Config()
-            for results, blocks in zip(new, updates(of_blocks, scalars, *lists, config=config), strict=True):
+            for results, blocks in zip(new, updates(of_blocks, scalars, *lists), strict=True):
                 for i, result in zip(places, blocks, strict=True):
                     results[i] = result
         new_params, *new_moments = (jax.tree.unflatten(jax.tree.structure(params), results) for results in new)
@@ -205,8 +207,17 @@ class _AdamW:
 
 def _default(grads, state, params, finite, arrays):
     groups = [lists for *_, lists in _lists(grads, state, params)]
-    pays = bool(groups) and all(updates.pays(None, None, *lists) for lists in groups)
-    return DefaultImplementation(gpu="pallas" if pays else "xla")
+    faster = bool(groups) and all(_kernel_is_faster(*lists) for lists in groups)
+    return DefaultImplementation(gpu="pallas" if faster else "xla")
+
+
+def _kernel_is_faster(changed, constant):
+    launches = 2  # the first launch computes the scalars
+    arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
+    # Unless results are in place, XLA copies each array in a separate launch. For large arrays, XLA is faster, because
+    # it can fuse the update with the gradient.
+    pays = CHANGES_IN_PLACE and launches < arrays and elements <= arrays * _MAX_ELEMENTS
+    return pays and updates.unsupported(None, None, changed, constant) is None
 
 
 def _lists(grads, state, params, decaying=None):

@@ -5,7 +5,7 @@
 Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. The kernels store `offset`, the mean
 minus the row's first element, because rounding a mean far from zero would lose digits of `x - mean`.
 
-A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and the
+A CTA of `normalize` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and the
 sums over these rows for dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels
 allocate no shared memory, so Pallas' interpreter runs them, too.
 """
@@ -13,7 +13,7 @@ allocate no shared memory, so Pallas' interpreter runs them, too.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ _PROGRAMS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class NormaliseConfig:
+class NormalizeConfig:
     """`vector` is the number of elements that a CTA loads at once, a multiple of `LANES`."""
 
     vector: int
@@ -51,11 +51,11 @@ class GradientsConfig:
     columns: int
 
 
-def _normalise_heuristic(x, scale, bias, *, epsilon, center):
-    return NormaliseConfig(vector_length(jax.eval_shape(_fill_up, x)))
+def _normalize_plan(x, scale, bias, *, epsilon, center):
+    return NormalizeConfig(vector_length(jax.eval_shape(_fill_up, x)))
 
 
-def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
+def _gradients_plan(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     filled = jax.eval_shape(_fill_up, x)
     (rows, width), vector = filled.shape, vector_length(filled)
     columns = vector * largest_divisor(width // vector, _SUMMED_COLUMNS // vector)
@@ -63,9 +63,9 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, epsilon, center
     return GradientsConfig(vector, rows_of_program, columns)
 
 
-@kernel(heuristic=_normalise_heuristic)
-def normalise(
-    x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: NormaliseConfig
+@kernel(plan=_normalize_plan)
+def normalize(
+    x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: NormalizeConfig
 ) -> tuple[Array, Array | None, Array]:
     """Return the output y in x's dtype, and float32 offset (mean minus first element) and inv_std `(rows,)`, for x
     `(rows, hidden)`. Without `center`, bias and offset are None."""
@@ -74,8 +74,7 @@ def normalise(
     vectors = _vectors(x.shape[1], config.vector)
 
     def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, statistics_refs, *, row):
-        x_row = _Row(x_ref, mask_ref, row, vectors, hidden, epsilon, center)
-        hat, offset, inv_std = x_row.normalise()
+        hat, offset, inv_std = _normalized(x_ref, mask_ref, row, vectors, hidden, epsilon, center)
         if statistics_refs is not None:
             offset_ref, inv_std_ref = statistics_refs
             if center:
@@ -100,7 +99,7 @@ def normalise(
     return y[:, :hidden], offset, inv_std
 
 
-@kernel(heuristic=_gradients_heuristic)
+@kernel(plan=_gradients_plan)
 def gradients(
     dy: Array,
     x: Array,
@@ -127,10 +126,40 @@ def gradients(
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
-    width, parts = x.shape[1], -(-rows // config.rows)
+    width, parts, count = x.shape[1], -(-rows // config.rows), config.columns // config.vector
+    vectors = _vectors(width, config.vector)
+
+    def body(dy_ref, x_ref, scale_ref, bias_ref, mask_ref, dx_ref, sums_refs, y_ref, *, part, owner):
+        owned_columns = [pl.ds((owner * count + j) * config.vector, config.vector) for j in range(count)]
+
+        def add_row(i, sums):
+            row = part * config.rows + i
+            load_hat, _, inv_std = _normalized(x_ref, mask_ref, row, vectors, hidden, epsilon, center)
+
+            def t(vector):
+                return _load(dy_ref, (row, vector)) * _load(scale_ref, vector)
+
+            projection = _mean(lambda vector: t(vector) * load_hat(vector), vectors, hidden)
+            mean = _mean(t, vectors, hidden) if center else 0.0
+            results = []
+            for vector, totals in zip(owned_columns, sums, strict=True):
+                hat, dy = load_hat(vector), _load(dy_ref, (row, vector))
+                dx = dy * _load(scale_ref, vector) - hat * projection - mean
+                dx_ref[row, vector] = (dx * inv_std).astype(dx_ref.dtype)
+                if y_ref is not None:
+                    y_ref[row, vector] = _scaled(hat, scale_ref, bias_ref, vector, center).astype(y_ref.dtype)
+                results.append([total + a for total, a in zip(totals, (dy * hat, dy), strict=False)])
+            return results
+
+        zeros = [[zeros_like(scale_ref[vector]) for _ in sums_refs or []] for vector in owned_columns]
+        sums = lax.fori_loop(0, jnp.minimum(config.rows, rows - part * config.rows), add_row, zeros)
+        for vector, totals in zip(owned_columns, sums, strict=True):
+            for ref, total in zip(sums_refs or [], totals, strict=True):
+                ref[part, vector] = total
+
     sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
     dx, sums, y = launch(
-        _Backward(config, rows, hidden, epsilon, center).body,
+        body,
         dy,
         x,
         scale,
@@ -145,92 +174,29 @@ def gradients(
     return dx[:, :hidden], dscale, dbias[0] if center else None, y[:, :hidden] if with_y else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row of x in device memory. `mask_ref` is 0 in columns that pad the row, else 1."""
+def _normalized(
+    x_ref: Any, mask_ref: Any, row: Any, vectors: Sequence, hidden: int, epsilon: float, center: bool
+) -> tuple[Callable[[Any], Array], Array, Array]:
+    """Return x̂ of a row as a function of a vector of columns, offset, and inv_std. The mask is 0 in columns that pad
+    the row, else 1."""
+    first, offset = x_ref[row, 0].astype(jnp.float32), jnp.float32(0)
 
-    x_ref: Any
-    mask_ref: Any
-    row: Any
-    vectors: Sequence
-    hidden: int
-    epsilon: float
-    center: bool
+    def deviation(vector):
+        x = _load(x_ref, (row, vector))
+        return x - first - offset if center else x
 
-    def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
+    def masked_deviation(vector):
+        return deviation(vector) * _load(mask_ref, vector) if center else deviation(vector)
 
-        def deviation(vector):
-            x = _load(self.x_ref, (self.row, vector))
-            return x - first - offset if self.center else x
-
-        def masked_deviation(vector):
-            return deviation(vector) * _load(self.mask_ref, vector) if self.center else deviation(vector)
-
-        if self.center:
-            offset = self.mean(masked_deviation)
-        inv_std = inverse_root(self.mean(lambda vector: jnp.square(masked_deviation(vector))), self.epsilon)
-        return lambda vector: deviation(vector) * inv_std, offset, inv_std
-
-    def mean(self, function: Callable[[Any], Array]) -> Array:
-        return jnp.sum(functools.reduce(jnp.add, map(function, self.vectors))) / self.hidden
+    if center:
+        offset = _mean(masked_deviation, vectors, hidden)
+    mean_square = _mean(lambda vector: jnp.square(masked_deviation(vector)), vectors, hidden)
+    inv_std = inverse_root(mean_square, epsilon)
+    return lambda vector: deviation(vector) * inv_std, offset, inv_std
 
 
-class _BackwardRefs(NamedTuple):
-    dy: Any
-    x: Any
-    scale: Any
-    bias: Any
-    mask: Any
-    dx: Any
-    sums: list | None
-    y: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Backward:
-    config: GradientsConfig
-    rows: int
-    hidden: int
-    epsilon: float
-    center: bool
-
-    def body(self, *refs: Any, part: Any, owner: Any) -> None:
-        refs, part_rows = _BackwardRefs(*refs), self.config.rows
-        count = self.config.columns // self.config.vector
-        owned_columns = [pl.ds((owner * count + j) * self.config.vector, self.config.vector) for j in range(count)]
-
-        def add(i, sums):
-            return self._add_row(refs, part * part_rows + i, owned_columns, sums)
-
-        sums_refs = refs.sums or []
-        zeros = [[zeros_like(refs.scale[vector]) for _ in sums_refs] for vector in owned_columns]
-        sums = lax.fori_loop(0, jnp.minimum(part_rows, self.rows - part * part_rows), add, zeros)
-        for vector, totals in zip(owned_columns, sums, strict=True):
-            for ref, total in zip(sums_refs, totals, strict=True):
-                ref[part, vector] = total
-
-    def _add_row(self, refs, row, owned_columns, sums):
-        vectors = _vectors(refs.x.shape[1], self.config.vector)
-        x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.epsilon, self.center)
-        load_hat, _, inv_std = x_row.normalise()
-
-        def t(vector):
-            return _load(refs.dy, (row, vector)) * _load(refs.scale, vector)
-
-        projection = x_row.mean(lambda vector: t(vector) * load_hat(vector))
-        mean = x_row.mean(t) if self.center else 0.0
-        results = []
-        for vector, totals in zip(owned_columns, sums, strict=True):
-            hat, dy = load_hat(vector), _load(refs.dy, (row, vector))
-            dx = dy * _load(refs.scale, vector) - hat * projection - mean
-            refs.dx[row, vector] = (dx * inv_std).astype(refs.dx.dtype)
-            if refs.y is not None:
-                y = _scaled(hat, refs.scale, refs.bias, vector, self.center)
-                refs.y[row, vector] = y.astype(refs.y.dtype)
-            terms = (dy * hat, dy)
-            results.append([total + a for total, a in zip(totals, terms, strict=False)])
-        return results
+def _mean(function: Callable[[Any], Array], vectors: Sequence, hidden: int) -> Array:
+    return jnp.sum(functools.reduce(jnp.add, map(function, vectors))) / hidden
 
 
 def _scaled(hat: Array, scale_ref: Any, bias_ref: Any, vector: Any, center: bool) -> Array:

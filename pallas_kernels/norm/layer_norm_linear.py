@@ -36,20 +36,16 @@ class Config:
     columns: int
 
 
-def _unsupported(s, db, scale, bias, w):
-    return (
-        f"weights of shape {w.shape}, only rows of a multiple of {LANES}" if w.shape[1] % LANES or not w.size else None
-    )
-
-
-def _heuristic(s, db, scale, bias, w):
+def _plan(s, db, scale, bias, w):
     outputs, hidden = w.shape
+    if hidden % LANES or not w.size:
+        return f"weights of shape {w.shape}, only rows of a multiple of {LANES}"
     columns = LANES if hidden % (2 * LANES) else 2 * LANES
     limit = outputs * (hidden // columns) // (_PROGRAMS * device.target().multiprocessors)
     return Config(largest_divisor(outputs, max(limit, _MIN_OUTPUTS)), columns)
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:

@@ -1,24 +1,27 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
-TMA copies groups of rows to a ring of stages (`row_stream.py`). A persistent CTA loads a stage's rows into registers
-(`row_block.py`), and overwrites the stage with the results. `layer_norm.py` has the formulas.
+TMA copies groups of rows to a ring of stages in shared memory. A persistent CTA loads a stage's rows into registers
+(`row_block.py`), and overwrites the stage with the results. With n CTAs, each computes every n-th group. Copies past
+the last row read zeros and write nothing. `layer_norm.py` has the formulas.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import store, zeros_like
+from pallas_kernels.core.layouts import quotient, store, zeros_like
 from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.row_block import Block, Statistics, block_of
-from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
 """Maximum bytes for all rings on a multiprocessor, from sweeps on an H200: docs/lab/2026-11-21-norm.md."""
@@ -28,92 +31,153 @@ _OVERHEAD_BYTES = 3 * 1024
 """Shared memory per CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 
 
-def _unsupported(x: Any, *, arrays: int) -> str | None:
-    hidden = x.shape[-1]
-    if block_of(hidden) is None:
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A stage of the ring in shared memory holds `rows` rows. `programs` counts the CTAs per multiprocessor."""
+
+    rows: int
+    stages: int
+    programs: int
+
+
+def _plan(x: Any, arrays: int, stages: int, programs: int) -> Config | str:
+    """Return the config for a ring of `arrays` arrays like x, with at most `stages` stages and `programs` CTAs per
+    multiprocessor."""
+    hidden, block = x.shape[-1], block_of(x.shape[-1])
+    if block is None:
         return f"rows of {hidden}, only multiples of 128 up to 1024 and of 256 up to 8192"
-    if _fitting_stages(x, arrays) < 2:
-        return f"rows of {hidden} {x.dtype}: two stages exceed {device.target().shared_bytes} bytes of shared memory"
-    return None
-
-
-def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
-    stages = min(stages, _fitting_stages(x, arrays))
-    ring_bytes = stages * _stage_bytes(x, arrays)
-    program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
-    fitting_programs = (device.target().shared_bytes + _DRIVERS_BYTES) // program_bytes
-    programs = min(programs, _RINGS_BYTES // ring_bytes, fitting_programs)
-    return Config(_stage_rows(x, arrays), stages, max(1, programs))
-
-
-def _stage_rows(x: Any, arrays: int) -> int:
-    hidden = x.shape[-1]
     # A copy of one array has about `arrays` times 8 KiB.
-    group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
-    if not block_of(hidden).row_per_warp:
-        return max(1, group_rows)
-    return 4 if hidden > 512 else max(4, min(32, group_rows // 4 * 4))
-
-
-def _stage_bytes(x: Any, arrays: int) -> int:
-    return arrays * _stage_rows(x, arrays) * x.shape[-1] * x.dtype.itemsize
-
-
-def _fitting_stages(x: Any, arrays: int) -> int:
-    return (device.target().shared_bytes - _OVERHEAD_BYTES) // _stage_bytes(x, arrays)
-
-
-def _forward_unsupported(x, *parameters, **options):
-    return _unsupported(x, arrays=1)
-
-
-def _backward_unsupported(dy, x, *others, **options):
-    return _unsupported(x, arrays=2)
+    rows = max(1, arrays * 2**13 // (hidden * x.dtype.itemsize))
+    if block.row_per_warp:
+        rows = 4 if hidden > 512 else max(4, min(32, rows // 4 * 4))
+    stage_bytes, shared_bytes = arrays * rows * hidden * x.dtype.itemsize, device.target().shared_bytes
+    stages = min(stages, (shared_bytes - _OVERHEAD_BYTES) // stage_bytes)
+    if stages < 2:
+        return f"rows of {hidden} {x.dtype}: two stages exceed {shared_bytes} bytes of shared memory"
+    ring_bytes = stages * stage_bytes
+    fitting_programs = (shared_bytes + _DRIVERS_BYTES) // (ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES)
+    return Config(rows, stages, max(1, min(programs, _RINGS_BYTES // ring_bytes, fitting_programs)))
 
 
 # Stages per ring and CTAs per multiprocessor come from sweeps on an H200: docs/lab/2026-11-21-norm.md,
 # 2026-11-25-norm.md.
 
 
-def _normalise_heuristic(x, scale, bias, *, epsilon, center):
-    return _heuristic(x, arrays=1, stages=4, programs=3)
+def _normalize_plan(x, scale, bias, *, epsilon, center):
+    return _plan(x, arrays=1, stages=4, programs=3)
 
 
-def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
-    return _heuristic(x, arrays=2, stages=3, programs=4)
+def _gradients_plan(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
+    return _plan(x, arrays=2, stages=3, programs=4)
 
 
-def _input_gradient_heuristic(t, normalised, inv_std):
-    stages, programs = (3, 2) if block_of(t.shape[1]).row_per_warp else (2, 3)
-    return _heuristic(normalised, arrays=2, stages=stages, programs=programs)
+def _input_gradient_plan(t, normalized, inv_std):
+    block = block_of(t.shape[1])
+    stages, programs = (3, 2) if block is not None and block.row_per_warp else (2, 3)
+    return _plan(normalized, arrays=2, stages=stages, programs=programs)
 
 
-def _input_gradient_from_x_heuristic(t, x, *, epsilon):
-    return _heuristic(x, arrays=2, stages=2, programs=3)
+def _input_gradient_from_x_plan(t, x, *, epsilon):
+    return _plan(x, arrays=2, stages=2, programs=3)
 
 
-@kernel(unsupported=_forward_unsupported, heuristic=_normalise_heuristic)
-def normalise(
+def _schedule(config: Config, block: Block, *arrays: Array) -> tuple[int, int, list[Any]]:
+    """Return the number of CTAs, the number of rows in whole groups, and the shared memory for the streamed arrays."""
+    groups = -(-arrays[0].shape[0] // config.rows)
+    stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
+    barrier = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)
+    return min(groups, device.target().multiprocessors * config.programs), groups * config.rows, [stages, barrier]
+
+
+def _stream(
+    config: Config,
+    step: Callable,
+    carry: Any,
+    sources: Sequence,
+    targets: Sequence,
+    stages: Sequence,
+    loaded: Any,
+    program: Any,
+    programs: int,
+) -> Any:
+    """For each group of rows of this CTA, call `carry = step(first_row, buffers, wait, carry)`. Return the last carry.
+
+    Args:
+      step: when `wait()` returns, `buffers[i]` has the group's rows of `sources[i]`. `step` overwrites it with the rows
+        of `targets[i]`.
+      stages: per source, shared memory for `config.stages` groups.
+      loaded: see `Ring`.
+      program: this CTA's index among `programs`.
+    """
+    groups = -(-sources[0].shape[0] // config.rows)
+    steps = quotient(groups - program + programs - 1, programs)
+
+    def group_rows(i):
+        return pl.ds((program + i * programs) * config.rows, config.rows)
+
+    def copy(i, stage, barrier):
+        for source, stage_buffer in zip(sources, stages, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[group_rows(i)], stage_buffer.at[stage], barrier)
+
+    ring = Ring(config.stages, copy, loaded, steps)
+    ring.prefetch(config.stages - 1)
+
+    def turn(i, carry):
+        stage = ring.stage(i)
+        wait = functools.partial(ring.wait, i)
+        carry = step(group_rows(i).start, [stage_buffer.at[stage] for stage_buffer in stages], wait, carry)
+        plgpu.commit_smem()
+        for target, stage_buffer in zip(targets, stages, strict=False):
+            plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        # The next stage is free when a TMA copy has read the previous group's results from it.
+        ring.fetch(i + config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True))
+        return carry
+
+    carry = lax.fori_loop(0, steps, turn, carry)
+    plgpu.wait_smem_to_gmem(0)
+    return carry
+
+
+@kernel(plan=_normalize_plan)
+def normalize(
     x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Compute `layer_norm.normalise`, with the same arguments and results."""
-    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
+    """Compute `layer_norm.normalize`, with the same arguments and results."""
+    block = block_of(x.shape[1])
+    programs, padded_rows, scratch = _schedule(config, block, x)
+
+    def body(x_ref, parameter_refs, y_ref, statistics_refs, stages, loaded, *, program):
+        parameters = list(map(block.load_parameter, parameter_refs))
+
+        def step(first_row, stages, wait, _):
+            wait()
+            for rows in block.groups(config.rows):
+                blocks = [block.block_rows(stages[0], row) for row in rows]
+                hats, statistics = block.normalize(blocks, None, epsilon=epsilon, center=center)
+                for ref, hat in zip(blocks, hats, strict=True):
+                    ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
+                for row, block_statistics in zip(rows, statistics, strict=True) if statistics_refs is not None else ():
+                    block.store_statistics(statistics_refs, first_row + row, block_statistics)
+
+        _stream(config, step, None, [x_ref], [y_ref], stages, loaded, program, programs)
+
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
     y, statistics = launch(
-        _Forward(block, config, programs, epsilon, center).body,
+        body,
         rows,
         parameters,
         out=(rows, Statistics(row_statistic if center else None, row_statistic)),
         skippable=[1],
         grid={"program": programs},
-        scratch=_stages(block, config, x),
+        scratch=scratch,
         name="layer_norm" if center else "rms_norm",
     )
     return y.reshape(x.shape), *(a if a is None else a[: x.shape[0]] for a in statistics)
 
 
-@kernel(unsupported=_backward_unsupported, heuristic=_gradients_heuristic)
+@kernel(plan=_gradients_plan)
 def gradients(
     dy: Array,
     x: Array,
@@ -129,7 +193,39 @@ def gradients(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Compute `layer_norm.gradients`, with the same arguments and results. If inv_std is None, the kernel computes
     offset and inv_std from x."""
-    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
+    block = block_of(x.shape[1])
+    programs, padded_rows, scratch = _schedule(config, block, x, dy)
+
+    def body(x_ref, dy_ref, parameter_refs, statistics_refs, dx_ref, sums_ref, y_ref, stages, loaded, *, program):
+        scale, *_ = parameters = list(map(block.load_parameter, parameter_refs))
+        zeros = [block.partial_sum(zeros_like(scale)) for _ in range(0 if sums_ref is None else sums_ref.shape[1])]
+
+        def step(first_row, stages, wait, sums):
+            groups, known = block.groups(config.rows), None
+            if statistics_refs is not None:
+                known = [[block.load_statistics(statistics_refs, first_row + row) for row in rows] for rows in groups]
+            wait()
+            for i, rows in enumerate(groups):
+                xs, dys = ([block.block_rows(stage, row) for row in rows] for stage in stages)
+                hats, statistics = block.normalize(xs, known and known[i], epsilon=epsilon, center=center)
+                gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
+                means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=center)
+                for x_stage, dy_stage, hat, dy, (_, inv_std), row_means in zip(
+                    xs, dys, hats, gradients, statistics, means, strict=True
+                ):
+                    hat, dy = hat(), dy()
+                    x_stage[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_stage.dtype)
+                    if y_ref is not None:
+                        dy_stage[...] = _scaled(hat, *parameters).astype(x_stage.dtype)
+                    terms = (dy * hat, dy)[: len(sums)]
+                    sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
+            return sums
+
+        targets = [dx_ref] if y_ref is None else [dx_ref, y_ref]
+        sums = _stream(config, step, zeros, [x_ref, dy_ref], targets, stages, loaded, program, programs)
+        for i, total in enumerate(sums):
+            store(sums_ref.at[program, i], block.sum(total))
+
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
     )
@@ -139,7 +235,7 @@ def gradients(
         statistics = Statistics(jnp.pad(offset, padding) if center else None, jnp.pad(inv_std, padding))
     totals = jax.ShapeDtypeStruct((programs, 2 if center else 1, *block.shape[1:]), jnp.float32)
     dx, sums, y = launch(
-        _Backward(block, config, programs, epsilon, center).body,
+        body,
         rows,
         gradients,
         parameters,
@@ -147,7 +243,7 @@ def gradients(
         out=(rows, totals, rows if with_y else None),
         skippable=[1, 2],
         grid={"program": programs},
-        scratch=_stages(block, config, x, dy),
+        scratch=scratch,
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
     dscale, *dbias = jnp.sum(sums.reshape(programs, -1, x.shape[1]), axis=0)
@@ -155,140 +251,65 @@ def gradients(
     return dx.reshape(x.shape), dscale, dbias[0] if center else None, y
 
 
-@kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
-def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return dx of `layer_norm.gradients`, in x̂'s dtype, from `t = dy * scale` and x̂ (the argument `normalised`)."""
-    return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
+@kernel(plan=_input_gradient_plan)
+def input_gradient(t: Array, normalized: Array, inv_std: Array, *, config: Config) -> Array:
+    """Return dx of `layer_norm.gradients`, in x̂'s dtype, from `t = dy * scale` and x̂ (the argument `normalized`)."""
+    return _input_gradient(t, normalized, inv_std, None, config)[0]
 
 
-@kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
+@kernel(plan=_input_gradient_from_x_plan)
 def input_gradient_from_x(t: Array, x: Array, *, epsilon: float, config: Config) -> tuple[Array, Array]:
     """Return dx of `layer_norm.gradients`, and x̂, in x's dtype, from `t = dy * scale` and x."""
-    return _launch_input_gradient(t, x, None, epsilon, config)
+    return _input_gradient(t, x, None, epsilon, config)
 
 
-def _launch_input_gradient(t, x, inv_std, epsilon, config):
+def _input_gradient(t, x, inv_std, epsilon, config):
     """Return (dx, x̂) of LayerNorm, for `t = dy * scale` and x. If epsilon is None, the argument `x` is x̂, and the
     result is (dx,)."""
-    block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
-    t, rows = block.split_columns(t), block.split_columns(x)
+    block = block_of(x.shape[1])
+    programs, padded_rows, scratch = _schedule(config, block, t, x)
+
+    def body(t_ref, x_ref, inv_std_ref, dx_ref, hat_ref, stages, loaded, *, program):
+        def known_inv_std(row):
+            return None if inv_std_ref is None else block.load_row_values(inv_std_ref, row)
+
+        def step(first_row, stages, wait, _):
+            groups = block.groups(config.rows)
+            inv_stds = [[known_inv_std(first_row + row) for row in rows] for rows in groups]
+            wait()
+            for rows, known in zip(groups, inv_stds, strict=True):
+                t_stages, x_stages = ([block.block_rows(stage, row) for row in rows] for stage in stages)
+                ts, hats = (
+                    [block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_stages, x_stages)
+                )
+                if epsilon is not None:
+                    hats, statistics = block.normalize(x_stages, None, epsilon=epsilon, center=True)
+                    known = [a.inv_std for a in statistics]
+                means = block.means(ts, hats, center=True)
+                for t_stage, x_stage, t, hat, value, row_means in zip(
+                    t_stages, x_stages, ts, hats, known, means, strict=True
+                ):
+                    hat = hat()
+                    t_stage[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_stage.dtype)
+                    if hat_ref is not None:
+                        x_stage[...] = hat.astype(x_stage.dtype)
+
+        targets = [dx_ref] if hat_ref is None else [dx_ref, hat_ref]
+        _stream(config, step, None, [t_ref, x_ref], targets, stages, loaded, program, programs)
+
+    rows = block.split_columns(x)
     results = launch(
-        _InputGradient(block, config, programs, epsilon).body,
-        t,
+        body,
+        block.split_columns(t),
         rows,
         None if inv_std is None else jnp.pad(inv_std, (0, padded_rows - x.shape[0])),
         out=(rows, None if epsilon is None else rows),
         skippable=[1],
         grid={"program": programs},
-        scratch=_stages(block, config, t, x),
+        scratch=scratch,
         name="layer_norm_backward_input",
     )
     return tuple(a.reshape(x.shape) for a in results if a is not None)
-
-
-def _division(rows: int, config: Config) -> tuple[int, int]:
-    groups = -(-rows // config.rows)
-    return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
-
-
-def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
-    stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
-    return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forward(Stream):
-    epsilon: float
-    center: bool
-
-    def body(self, x, parameters, y, statistics, stages, loaded, *, program):
-        step = functools.partial(self._step, list(map(self.block.load_parameter, parameters)), statistics)
-        self.stream(step, None, [x], [y], stages, loaded, program)
-
-    def _step(self, parameters, statistics_refs, first_row, stages, wait, _):
-        block = self.block
-        wait()
-        for rows in block.groups(self.config.rows):
-            blocks = [block.block_rows(stages[0], row) for row in rows]
-            hats, statistics = block.normalise(blocks, None, epsilon=self.epsilon, center=self.center)
-            for ref, hat in zip(blocks, hats, strict=True):
-                ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
-            for row, block_statistics in zip(rows, statistics, strict=True) if statistics_refs is not None else ():
-                block.store_statistics(statistics_refs, first_row + row, block_statistics)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Backward(Stream):
-    epsilon: float
-    center: bool
-
-    def body(self, x, dy, parameters, statistics, dx, sums_ref, y, stages, loaded, *, program):
-        parameters = list(map(self.block.load_parameter, parameters))
-        sums = 0 if sums_ref is None else sums_ref.shape[1]
-        zeros = [self.block.partial_sum(zeros_like(parameters[0])) for _ in range(sums)]
-        step = functools.partial(self._step, parameters, statistics, y is not None)
-        sums = self.stream(step, zeros, [x, dy], [dx] if y is None else [dx, y], stages, loaded, program)
-        for i, total in enumerate(sums):
-            store(sums_ref.at[program, i], self.block.sum(total))
-
-    def _step(self, parameters, statistics_refs, with_y, first_row, stages, wait, sums):
-        block, groups, known_statistics = self.block, self.block.groups(self.config.rows), None
-        if statistics_refs is not None:
-            known_statistics = [
-                [block.load_statistics(statistics_refs, first_row + row) for row in rows] for rows in groups
-            ]
-        wait()
-        for i, rows in enumerate(groups):
-            xs, dys = ([block.block_rows(stage, row) for row in rows] for stage in stages)
-            hats, statistics = block.normalise(
-                xs, known_statistics and known_statistics[i], epsilon=self.epsilon, center=self.center
-            )
-            sums = self._finish(xs, dys, hats, statistics, parameters, sums, with_y)
-        return sums
-
-    def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        block, (scale, *_) = self.block, parameters
-        gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
-        means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
-        for x_ref, dy_ref, hat, dy, (_, inv_std), row_means in zip(
-            xs, dys, hats, gradients, statistics, means, strict=True
-        ):
-            hat, dy = hat(), dy()
-            x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
-            if with_y:
-                dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            terms = (dy * hat, dy)[: len(sums)]
-            sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
-        return sums
-
-
-@dataclasses.dataclass(frozen=True)
-class _InputGradient(Stream):
-    epsilon: float | None
-
-    def body(self, t, x, inv_std, dx, hat, stages, loaded, *, program):
-        step, targets = functools.partial(self._step, inv_std, hat is not None), [dx] if hat is None else [dx, hat]
-        self.stream(step, None, [t, x], targets, stages, loaded, program)
-
-    def _step(self, inv_std, with_hat, first_row, stages, wait, _):
-        block, groups = self.block, self.block.groups(self.config.rows)
-        inv_stds = [
-            [None if inv_std is None else block.load_row_values(inv_std, first_row + row) for row in rows]
-            for rows in groups
-        ]
-        wait()
-        for rows, known in zip(groups, inv_stds, strict=True):
-            t_refs, x_refs = ([block.block_rows(stage, row) for row in rows] for stage in stages)
-            ts, hats = ([block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_refs, x_refs))
-            if self.epsilon is not None:
-                hats, statistics = block.normalise(x_refs, None, epsilon=self.epsilon, center=True)
-                known = [a.inv_std for a in statistics]
-            means = block.means(ts, hats, center=True)
-            for t_ref, x_ref, t, hat, value, row_means in zip(t_refs, x_refs, ts, hats, known, means, strict=True):
-                hat = hat()
-                t_ref[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_ref.dtype)
-                if with_hat:
-                    x_ref[...] = hat.astype(x_ref.dtype)
 
 
 def _scaled(hat: Array, scale: Array, *bias: Array) -> Array:

@@ -114,7 +114,7 @@ class Block:
 
         return [combine_block(block, a) for block, a in zip(blocks, row_values, strict=True)]
 
-    def normalise(
+    def normalize(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, epsilon: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
         """Return x̂ of LayerNorm and the statistics for each block of rows in `refs`. Each x̂ is a function that returns

@@ -43,12 +43,10 @@ def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
-def _unsupported(formula, *arrays, shape=None):
-    return unsupported_indices(_result_shape(arrays, shape), *(a.shape for a in arrays))
-
-
-def _heuristic(formula, *arrays, shape=None):
+def _plan(formula, *arrays, shape=None):
     shape = _result_shape(arrays, shape)
+    if reason := unsupported_indices(shape, *(a.shape for a in arrays)):
+        return reason
     if math.prod(shape) < LANES:
         return Config(LANES)
     rows = _rows(shape, arrays)
@@ -58,7 +56,7 @@ def _heuristic(formula, *arrays, shape=None):
     return Config(LANES * (large_enough[0] if large_enough else min(candidates[0], _UNFILLED_ELEMENTS)))
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
@@ -76,7 +74,9 @@ def elementwise(
         # JAX cannot map the derivative of a constant over a batch, so results derive from an argument.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
-        arrays = _fill_vector(arrays, shape)
+        arrays = [
+            a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, LANES - size)) for a in arrays
+        ]
     rows, length = _rows(shape if size >= LANES else (LANES,), arrays), config.length
     blocks = rows.length // length
     last_vectors = -(-(rows.length % length) // LANES)
@@ -122,11 +122,6 @@ def _rows(shape, arrays):
         long_axes = [axis for axis, n in enumerate(lengths) if n >= _LONG_ROW and n % ALIGNMENT == 0]
         rows = Rows(shape, arrays, axis=max(long_axes, default=0))
     return rows
-
-
-def _fill_vector(arrays, shape):
-    padding = LANES - math.prod(shape)
-    return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:

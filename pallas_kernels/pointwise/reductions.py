@@ -94,41 +94,15 @@ class _Walk:
     def rows(self, arrays: Sequence[Any]) -> Rows:
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
-    def sums(self, rows: Rows, length: int) -> "_Sums":
+    def division(self, rows: Rows, length: int) -> tuple[int, int, int]:
+        """Return (count, blocks, steps): a kernel computes `count * blocks` sums over `steps` vectors of `length`.
+
+        Along rows, `count` is the number of rows, `blocks` is 1, and each sum is a number. Along columns, each of
+        `count` matrices is divided into `blocks` blocks of `length` columns, and each sum is a vector.
+        """
         if not self.along_columns:
-            return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
-        blocks = -(-rows.length // length)
-        return _Sums(rows, math.prod(self.shape[: self.axis]), blocks, self.shape[self.axis], length, True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
-
-    Along rows, `count` is the number of rows, `blocks` is 1, and each sum is a number. Along columns, each of `count`
-    matrices is divided into `blocks` blocks of `length` columns. Each sum adds the rows of one block to a vector.
-    """
-
-    rows: Rows
-    count: int
-    blocks: int
-    steps: int
-    length: int
-    along_columns: bool
-
-    @property
-    def width(self) -> int:
-        return self.length if self.along_columns else 1
-
-    def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row and column of the first element that iteration `step` adds. Along columns, `row` is the
-        index of a matrix. Its last two blocks may overlap, and `_sums_of_columns` drops the repeated sums."""
-        if self.along_columns:
-            return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
-        return row, step * self.length
-
-    def load(self, refs: Sequence[Any], place: tuple[Any, Any]) -> list[Array]:
-        return [self.rows.load(i, ref, *place, self.length) for i, ref in enumerate(refs)]
+            return rows.count, 1, rows.length // length
+        return math.prod(self.shape[: self.axis]), -(-rows.length // length), self.shape[self.axis]
 
 
 def _squeeze(arrays, axes):
@@ -139,11 +113,10 @@ def _squeeze(arrays, axes):
     return tuple(shape[axis] for axis in long_axes), shapes, [i for i, axis in enumerate(long_axes) if axis in axes]
 
 
-def _unsupported(formula, *arrays, axes):
-    return unsupported_indices(*(a.shape for a in arrays), jnp.broadcast_shapes(*(a.shape for a in arrays)))
-
-
-def _heuristic(formula, *arrays, axes):
+def _plan(formula, *arrays, axes):
+    full_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    if reason := unsupported_indices(*(a.shape for a in arrays), full_shape):
+        return reason
     shape, shapes, summed_axes = _squeeze(arrays, axes)
     if math.prod(shape) == 0:
         return Config(LANES, 1)
@@ -151,15 +124,16 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    max_elements = (
-        1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
-    )
+    if rows.has_mixed_dtypes:
+        max_elements = _MIXED_ELEMENTS
+    if rows.length % ALIGNMENT:
+        max_elements = 1
     length = LANES * next(n for n in (16, 8, 4, 2, 1) if n <= max_elements and n * LANES <= rows.length)
-    sums = walk.sums(rows, length)
-    return Config(length, splits=min(sums.steps, -(-_WANTED_PROGRAMS // (sums.count * sums.blocks))))
+    count, blocks, steps = walk.division(rows, length)
+    return Config(length, splits=min(steps, -(-_WANTED_PROGRAMS // (count * blocks))))
 
 
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """Compute `Σ formula(*arrays)` over the given axes of the broadcast shape, in a fixed order. Results are float32,
     with size 1 along `axes`.
@@ -177,68 +151,63 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     shape, shapes, summed_axes = _squeeze(arrays, axes)
     walk = _Walk.from_axes(shape, summed_axes)
     arrays = [walk.arrange(a.reshape(s), shape) for a, s in zip(arrays, shapes, strict=True)]
-    sums = _sums_of_columns if walk.along_columns else _sums_of_rows
-    results = sums(formula, arrays, walk, config, structure.num_leaves)
-    if walk.columns is not None:
-        results = [y[: walk.columns] for y in results]
-    if walk.remaining_axes:
-        results = [jnp.sum(y, axis=walk.remaining_axes) for y in results]
-    return structure.unflatten([y.reshape(kept_shape) for y in results])
-
-
-def _sums_of_rows(formula, arrays, walk, config, outputs):
-    rows = walk.rows(arrays)
-    flat_arrays = rows.flatten(arrays)
-    sums = walk.sums(rows, config.length)
-    results = _launch(formula, flat_arrays, sums, config.splits, outputs)
-    covered_length = sums.steps * config.length
-    if covered_length < rows.length:
-        split = [a.reshape((*lead, -1)) for a, lead in zip(flat_arrays, rows.leads, strict=True)]
-        ends = [a[..., covered_length:] if spans_row else a for a, spans_row in zip(split, rows.spans_row, strict=True)]
-        tail = formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends))
-        ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in jax.tree.leaves(tail)]
-        results = [y.reshape(rows.lead) + end for y, end in zip(results, ends, strict=True)]
-    return [y.reshape(rows.lead) for y in results]
-
-
-def _sums_of_columns(formula, arrays, walk, config, outputs):
-    rows = walk.rows(arrays)
-    sums = walk.sums(rows, config.length)
-    results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    ends = (sums.blocks - 1) * config.length
-    tail = rows.length - ends
-    results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
-    return [y.reshape(walk.shape[: walk.axis] + walk.shape[walk.axis + 1 :]) for y in results]
-
-
-def _launch(formula, arrays, sums, splits, outputs):
-    steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
-    full_row = sums.rows.spans_row.index(True)
+    rows, length, splits = walk.rows(arrays), config.length, config.splits
+    arrays = rows.flatten(arrays)
+    count, blocks, steps = walk.division(rows, length)
+    split_steps, width = -(-steps // splits), length if walk.along_columns else 1
 
     def body(x_refs, *y_refs, program):
         part, block = quotient(program, blocks), remainder(program, blocks)
         row, split = quotient(part, splits), remainder(part, splits)
 
+        def load(step, *arrays):
+            if walk.along_columns:
+                # The last two blocks may overlap. The repeated sums are dropped below.
+                start = row * steps + step, jnp.minimum(block * length, rows.length - length)
+            else:
+                start = row, step * length
+            return [rows.load(i, x_refs[i], *start, length) for i in arrays]
+
         def add(step, totals):
-            values = jax.tree.leaves(formula(*sums.load(x_refs, sums.place(row, block, step))))
+            values = jax.tree.leaves(formula(*load(step, *range(len(x_refs)))))
             return tuple(total + value for total, value in zip(totals, values, strict=True))
 
-        place = sums.place(row, block, 0)
-        zero = zeros_like(sums.rows.load(full_row, x_refs[full_row], *place, sums.length))
-        last = jnp.minimum((split + 1) * steps, sums.steps)
-        totals = lax.fori_loop(split * steps, last, add, (zero,) * len(y_refs))
+        zero = zeros_like(*load(0, rows.spans_row.index(True)))
+        last = jnp.minimum((split + 1) * split_steps, steps)
+        totals = lax.fori_loop(split * split_steps, last, add, (zero,) * len(y_refs))
         for ref, total in zip(y_refs, totals, strict=True):
-            if sums.along_columns:
+            if walk.along_columns:
                 ref[pl.ds(program * width, width)] = total
             else:
                 ref[program] = jnp.sum(total)
 
-    programs = sums.count * splits * blocks
+    programs = count * splits * blocks
     results = launch(
         body,
         arrays,
-        out=(jax.ShapeDtypeStruct((programs * width,), jnp.float32),) * outputs,
+        out=(jax.ShapeDtypeStruct((programs * width,), jnp.float32),) * structure.num_leaves,
         grid={"program": programs},
         name="sum_over",
     )
-    return [jnp.sum(y.reshape(sums.count, splits, blocks * width), axis=1) for y in results]
+    results = [jnp.sum(y.reshape(count, splits, blocks * width), axis=1) for y in results]
+    if walk.along_columns:
+        ends = (blocks - 1) * length
+        results = [
+            jnp.concatenate([y[:, :ends], y[:, ends + blocks * length - rows.length :]], axis=1) for y in results
+        ]
+        results = [y.reshape(walk.shape[: walk.axis] + walk.shape[walk.axis + 1 :]) for y in results]
+    else:
+        results = [y.reshape(rows.lead) for y in results]
+        if (covered_length := steps * length) < rows.length:
+            split = [a.reshape((*lead, -1)) for a, lead in zip(arrays, rows.leads, strict=True)]
+            ends = [
+                a[..., covered_length:] if spans_row else a for a, spans_row in zip(split, rows.spans_row, strict=True)
+            ]
+            tail = jax.tree.leaves(formula(*(a.astype(float32_or_integer(a.dtype)) for a in ends)))
+            ends = [jnp.broadcast_to(jnp.sum(y, axis=-1), rows.lead) for y in tail]
+            results = [y + end for y, end in zip(results, ends, strict=True)]
+    if walk.columns is not None:
+        results = [y[: walk.columns] for y in results]
+    if walk.remaining_axes:
+        results = [jnp.sum(y, axis=walk.remaining_axes) for y in results]
+    return structure.unflatten([y.reshape(kept_shape) for y in results])

@@ -5,7 +5,6 @@ elements in the i-th array of every list.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.core.gathers import load_of, store_to
-from pallas_kernels.core.launch import CHANGES_IN_PLACE, launch
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import unsupported_indices
@@ -26,9 +25,6 @@ _ELEMENTS = 8
 """Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Sixteen would take most registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs: several per multiprocessor. Not tuned."""
-_MAX_ELEMENTS = 2**19
-"""Maximum average elements per array. The kernel was faster than XLA with 128,000, but not with 1,024,000:
-docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
 """Maximum arrays of each list per launch, to bound compile time. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,28 +39,19 @@ class Config:
     accesses: int = 1
 
 
-def _unsupported(formula, scalars, changed, constant):
+def _plan(formula, scalars, changed, constant):
     lists = [*changed, *constant]
     for arrays in lists:
         if unknown := {a.dtype.name for a in arrays} - {*DTYPES}:
             return f"dtype {min(unknown)}"
         if len({a.dtype for a in arrays}) > 1:
             return "lists of several dtypes"
-    return unsupported_indices(*(a.shape for arrays in lists for a in arrays))
+    enough = sum(a.size for a in changed[0]) >= LANES * _ELEMENTS * _WANTED_PROGRAMS
+    reason = unsupported_indices(*(a.shape for arrays in lists for a in arrays))
+    return reason or Config(_ELEMENTS // _width(lists) if enough else 1)
 
 
-def _heuristic(formula, scalars, changed, constant):
-    launches = 2  # the first launch computes the scalars
-    arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Unless results are in place, XLA copies each array in a separate launch. For large arrays, XLA is faster, because
-    # it can fuse the update with the gradient.
-    if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
-        return None
-    enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
-    return Config(_ELEMENTS // _width([*changed, *constant]) if enough else 1)
-
-
-@kernel(unsupported=_unsupported, heuristic=_heuristic)
+@kernel(plan=_plan)
 def updates(
     formula: Callable[..., tuple[Array, ...]],
     scalars: Array,
@@ -98,11 +85,21 @@ def _update(formula, scalars, changed, constant, config):
     """No array may be empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
-    flat_changed, flat_constant = (
-        [[a.reshape(-1) for a in arrays] for arrays in lists] for lists in (changed, constant)
-    )
+
+    def body(scalars_ref, changed, constant, *new, program):
+        scalars = [scalars_ref[k] for k in range(scalars_ref.shape[0])]
+        array, first = jnp.int32(0), jnp.int32(0)
+        for end in ends[:-1]:
+            array, first = array + (program >= end).astype(jnp.int32), jnp.where(program >= end, end, first)
+        start = (program - first) * math.prod(shape)
+        blocks = load_of([*changed, *constant], array, start, shape)
+        results = formula(scalars, *(block.astype(jnp.float32) for block in blocks))
+        results = [block.astype(refs[0].dtype) for block, refs in zip(results, new, strict=True)]
+        store_to(new, array, start, results)
+
+    flat_changed, flat_constant = jax.tree.map(jnp.ravel, (changed, constant))
     results = launch(
-        functools.partial(_body, formula=formula, ends=ends, shape=shape),
+        body,
         scalars,
         flat_changed,
         flat_constant,
@@ -114,18 +111,6 @@ def _update(formula, scalars, changed, constant, config):
         in_place={1 + o: o for o in range(len(changed) * len(ends))},
     )
     return jax.tree.map(lambda y, a: y.reshape(a.shape), results, changed)
-
-
-def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
-    scalars = [scalars_ref[k] for k in range(scalars_ref.shape[0])]
-    array, first = jnp.int32(0), jnp.int32(0)
-    for end in ends[:-1]:
-        array, first = array + (program >= end).astype(jnp.int32), jnp.where(program >= end, end, first)
-    start = (program - first) * math.prod(shape)
-    blocks = load_of([*changed, *constant], array, start, shape)
-    results = formula(scalars, *(block.astype(jnp.float32) for block in blocks))
-    results = [block.astype(refs[0].dtype) for block, refs in zip(results, new, strict=True)]
-    store_to(new, array, start, results)
 
 
 def _width(lists: Sequence[Arrays]) -> int:

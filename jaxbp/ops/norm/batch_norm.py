@@ -27,19 +27,19 @@ def _along(a, x, channel_axis):
     return a.reshape([-1 if axis == channel_axis else 1 for axis in range(x.ndim)])
 
 
-def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
+def _normalize(x, scale, bias, *, epsilon, channel_axis, wide):
     over = _over(x, channel_axis)
     mean, rest = mean_and_rest(x, over)
-    centred = (upcast(x) - mean) - rest
-    var = jnp.mean(jnp.square(centred), axis=over)
+    centered = (upcast(x) - mean) - rest
+    var = jnp.mean(jnp.square(centered), axis=over)
     factor = upcast(scale) * inverse_root(var, epsilon)
-    y = centred * _along(factor, x, channel_axis) + _along(upcast(bias), x, channel_axis)
+    y = centered * _along(factor, x, channel_axis) + _along(upcast(bias), x, channel_axis)
     statistics = (a if wide else a.astype(x.dtype) for a in ((mean + rest).reshape(var.shape), var))
     return (y.astype(x.dtype), *statistics), (x, scale, mean, rest, var)
 
 
 def _forward(x, scale, bias, **options):
-    return _normalise(x, scale, bias, **options)[0]
+    return _normalize(x, scale, bias, **options)[0]
 
 
 def _backward(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
@@ -86,11 +86,11 @@ def _given(x, mean, var, scale, bias, *, epsilon):
 
 def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
     s = inverse_root(var, epsilon)
-    dx, normalised = dy * scale * s, (x - mean) * s
-    return dx, -dx, -0.5 * s * (dx * normalised), dy * normalised, dy
+    dx, normalized = dy * scale * s, (x - mean) * s
+    return dx, -dx, -0.5 * s * (dx * normalized), dy * normalized, dy
 
 
-_BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
+_BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalize, name="batch_norm")
 _WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
 
 

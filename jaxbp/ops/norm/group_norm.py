@@ -33,9 +33,9 @@ def _summed(x, axis):
 
 def _save(x, scale, bias, *, axis, epsilon):
     mean, rest = mean_and_rest(x, _over(x, axis))
-    centred = (upcast(x) - mean) - rest
-    inv_std = inverse_root(jnp.mean(jnp.square(centred), axis=_over(x, axis), keepdims=True), epsilon)
-    y = centred * inv_std * upcast(scale) + upcast(bias)
+    centered = (upcast(x) - mean) - rest
+    inv_std = inverse_root(jnp.mean(jnp.square(centered), axis=_over(x, axis), keepdims=True), epsilon)
+    y = centered * inv_std * upcast(scale) + upcast(bias)
     return y.astype(x.dtype), (x, scale, mean, rest, inv_std)
 
 

@@ -47,18 +47,18 @@ def row_statistics(x, *, epsilon, center):
     return offset, _inv_std(x - offset[..., None], epsilon)
 
 
-def _inv_std(centred, epsilon):
-    return inverse_root(jnp.mean(jnp.square(centred), axis=-1), epsilon)
+def _inv_std(centered, epsilon):
+    return inverse_root(jnp.mean(jnp.square(centered), axis=-1), epsilon)
 
 
-def _normalised(x, offset, inv_std):
-    centred = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
-    return centred * inv_std[..., None]
+def _normalized(x, offset, inv_std):
+    centered = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
+    return centered * inv_std[..., None]
 
 
-def _scaled(normalised, scale, bias, dtype):
-    y = normalised * _along_rows(scale, normalised)
-    return (y if bias is None else y + _along_rows(bias, normalised)).astype(dtype)
+def _scaled(normalized, scale, bias, dtype):
+    y = normalized * _along_rows(scale, normalized)
+    return (y if bias is None else y + _along_rows(bias, normalized)).astype(dtype)
 
 
 def sharded_like(x, scale, bias):
@@ -70,18 +70,18 @@ def _along_rows(parameter, x):
     return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
 
-def normalise(x, scale, bias, *, epsilon, center):
+def normalize(x, scale, bias, *, epsilon, center):
     # After one conversion, autodiff rounds the gradient once. After several, it would add rounded gradients.
     dtype, x = x.dtype, upcast(x)
     offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
-    return _scaled(_normalised(x, offset, inv_std), scale, bias, dtype), offset, inv_std
+    return _scaled(_normalized(x, offset, inv_std), scale, bias, dtype), offset, inv_std
 
 
-def normalise_kernel(x, scale, bias, *, epsilon, center):
+def normalize_kernel(x, scale, bias, *, epsilon, center):
     if x.size == 0:
-        return normalise(x, scale, bias, epsilon=epsilon, center=center)
+        return normalize(x, scale, bias, epsilon=epsilon, center=center)
     arrays, options = (rows(x), scale, bias), dict(epsilon=epsilon, center=center)
-    y, *statistics = _streamed_if_faster(layer_norm_streamed.normalise, kernels.normalise, *arrays, **options)
+    y, *statistics = _streamed_if_faster(layer_norm_streamed.normalize, kernels.normalize, *arrays, **options)
     return y.reshape(x.shape), *(a if a is None else a.reshape(x.shape[:-1]) for a in statistics)
 
 
@@ -90,10 +90,10 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=Fa
     None without `with_y`. (offset, inv_std) are from `row_statistics`, or None."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
-    normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
-    dx = input_gradient(dy * _along_rows(scale, dy), normalised, inv_std, center=center).astype(x.dtype)
-    dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
-    return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
+    normalized, dy = _normalized(x, offset, inv_std), upcast(dy)
+    dx = input_gradient(dy * _along_rows(scale, dy), normalized, inv_std, center=center).astype(x.dtype)
+    dscale, dbias = jnp.sum(rows(dy * normalized), axis=0), jnp.sum(rows(dy), axis=0) if center else None
+    return dx, dscale, dbias, _scaled(normalized, scale, bias, x.dtype) if with_y else None
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
@@ -109,10 +109,10 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, epsilon, center, wi
     return dx.reshape(x.shape), *sums, y if y is None else y.reshape(x.shape)
 
 
-def input_gradient(t, normalised, inv_std, *, center=True):
+def input_gradient(t, normalized, inv_std, *, center=True):
     """Return dx, given `t = dy * scale`, the normalized rows x̂, and inv_std."""
-    dtype, t, normalised = normalised.dtype, upcast(t), upcast(normalised)
-    dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
+    dtype, t, normalized = normalized.dtype, upcast(t), upcast(normalized)
+    dx = t - normalized * jnp.mean(t * normalized, axis=-1, keepdims=True)
     if center:
         dx -= jnp.mean(t, axis=-1, keepdims=True)
     return (dx * inv_std[..., None]).astype(dtype)
@@ -121,12 +121,12 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 def input_gradient_from_x(t, x, *, epsilon):
     """Return dx and the normalized rows x̂ in x's dtype, given `t = dy * scale`."""
     offset, inv_std = row_statistics(x, epsilon=epsilon, center=True)
-    normalised = _normalised(x, offset, inv_std).astype(x.dtype)
-    return input_gradient(t, normalised, inv_std), normalised
+    normalized = _normalized(x, offset, inv_std).astype(x.dtype)
+    return input_gradient(t, normalized, inv_std), normalized
 
 
-def input_gradient_kernel(t, normalised, inv_std):
-    arrays = rows(t), rows(normalised), inv_std.ravel()
+def input_gradient_kernel(t, normalized, inv_std):
+    arrays = rows(t), rows(normalized), inv_std.ravel()
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
@@ -137,21 +137,23 @@ def input_gradient_from_x_kernel(t, x, *, epsilon):
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
-    return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
+    unsupported = streamed.unsupported(*arrays, **options)
+    streamed, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
+    return plain(*arrays) if unsupported else on_gpu(streamed, plain, *arrays)
 
 
 def default(x, scale, bias, *, epsilon, center=True):
-    pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, epsilon=epsilon, center=center)
-    return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
+    arrays, options = (x, x, scale, bias, None, None), dict(epsilon=epsilon, center=center)
+    gpu = "autodiff" if layer_norm_streamed.gradients.unsupported(*arrays, **options) else "pallas"
+    return DefaultImplementation(gpu=gpu, older_gpu="autodiff", elsewhere="autodiff")
 
 
 def _forward(x, scale, bias, *, epsilon, center):
-    return normalise(x, scale, bias, epsilon=epsilon, center=center)[0]
+    return normalize(x, scale, bias, epsilon=epsilon, center=center)[0]
 
 
-def _save(normalise, x, scale, bias, **options):
-    y, *statistics = normalise(x, scale, bias, **options)
+def _save(normalize, x, scale, bias, **options):
+    y, *statistics = normalize(x, scale, bias, **options)
     return y, (x, scale, *statistics)
 
 
@@ -173,8 +175,8 @@ _LAYER_NORM, _RMS_NORM = (
             "pallas": functools.partial(_backward, gradients_kernel),
         },
         save={
-            "xla": functools.partial(_save, normalise),
-            "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, batched(0))),
+            "xla": functools.partial(_save, normalize),
+            "pallas": functools.partial(_save, differentiable(normalize_kernel, normalize, batched(0))),
         },
         residuals=_residuals,
         batch_axes=batched(0, 1, 3, 4),

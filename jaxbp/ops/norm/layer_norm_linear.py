@@ -27,51 +27,12 @@ from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
 """From this number of rows per output on, saving the normalized rows is faster (docs/lab/2026-11-25-norm.md)."""
+_MIN_FUSED_ROWS = 65536
+"""Fewest rows for the kernels of `layer_norm_linear_sm90`. With fewer rows, y stays in the L2 cache between separate
+kernels (docs/lab/2026-11-21-norm.md)."""
 _MIN_PRODUCT_ROWS, _MIN_PRODUCT_INPUTS = 8192, 512
 """Fewest rows for the kernels of `linear_sm90` (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not
 measured)."""
-
-
-def _forward(x, scale, bias, w, b, *, epsilon, precision):
-    return _results(x, scale, bias, w, b, epsilon=epsilon, precision=precision)[0]
-
-
-def _results(x, scale, bias, w, b, *, epsilon, precision):
-    y, offset, inv_std = layer_norm.normalise(x, scale, bias, epsilon=epsilon, center=True)
-    return _dense(y, w, b, precision=precision), offset, inv_std
-
-
-def _sharded_like(x, scale, bias, w, b):
-    return _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None)
-
-
-def _results_kernel(x, scale, bias, w, b, *, epsilon, precision):
-    separate = functools.partial(_separate_results, epsilon=epsilon, precision=precision)
-    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, epsilon=epsilon):
-        return separate(x, scale, bias, w, b)
-    return on_gpu(functools.partial(_fused_results, epsilon=epsilon), separate, x, scale, bias, w, b_or_zeros)
-
-
-def _separate_results(x, scale, bias, w, b, *, epsilon, precision):
-    y, offset, inv_std = layer_norm.normalise_kernel(x, scale, bias, epsilon=epsilon, center=True)
-    return _dense_kernel(y, w, b, precision=precision), offset, inv_std
-
-
-def _fused_results(x, scale, bias, w, b, *, epsilon):
-    results = layer_norm_linear_sm90.forward(rows(x), scale, bias, w, b, epsilon=epsilon)
-    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
-
-
-def _dense(y, w, b, *, precision):
-    b = b if b is None else b.astype(y.dtype)
-    return linear(y, w, b, precision=precision, implementation="autodiff")
-
-
-def _dense_kernel(y, w, b, *, precision):
-    if b is None or not _forward_pays(rows(y), w, b):
-        return _dense(y, w, b, precision=precision)
-    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
 
 
 def _forward_pays(x, w, b):
@@ -86,7 +47,7 @@ def _weights_gradient_pays(dy, x):
     return is_measured and linear_sm90.weights_gradient.unsupported(dy, x) is None
 
 
-def _keeps_normalised(x, w):
+def _keeps_normalized(x, w):
     """Return whether the forward saves the normalized rows instead of x.
 
     It does so only in bfloat16. In float16, `w * scale`, which multiplies these rows, could lose digits.
@@ -96,29 +57,67 @@ def _keeps_normalised(x, w):
     return (
         x.dtype == jnp.bfloat16
         and count >= _MIN_ROWS_AN_OUTPUT * outputs
-        and layer_norm_streamed.input_gradient.pays(matrix, matrix, None)
+        and layer_norm_streamed.input_gradient.unsupported(matrix, matrix, None) is None
         and _forward_pays(matrix, w, b)
         and _weights_gradient_pays(dy, matrix)
     )
 
 
-def _normalised_results(normalise, dense, x, scale, bias, w, b, *, epsilon, precision):
-    normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), epsilon=epsilon, center=True)
+def _dense(y, w, b, *, precision):
+    b = b if b is None else b.astype(y.dtype)
+    return linear(y, w, b, precision=precision, implementation="autodiff")
+
+
+def _dense_kernel(y, w, b, *, precision):
+    if b is None or not _forward_pays(rows(y), w, b):
+        return _dense(y, w, b, precision=precision)
+    return on_gpu(linear_sm90.forward, forward_in_float32, rows(y), w, b).reshape(*y.shape[:-1], -1)
+
+
+def _results(normalize, dense, x, scale, bias, w, b, *, epsilon, precision):
+    y, *statistics = normalize(x, scale, bias, epsilon=epsilon, center=True)
+    return dense(y, w, b, precision=precision), *statistics
+
+
+def _results_kernel(x, scale, bias, w, b, **options):
+    separate = functools.partial(_results, layer_norm.normalize_kernel, _dense_kernel, **options)
+    kernel = functools.partial(layer_norm_linear_sm90.forward, epsilon=options["epsilon"])
+
+    def fused(x, *parameters):
+        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in kernel(rows(x), *parameters))
+
+    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    arrays, reason = (x, scale, bias, w, b_or_zeros), layer_norm_linear_sm90.forward.unsupported
+    if len(rows(x)) < _MIN_FUSED_ROWS or reason(rows(x), *arrays[1:], epsilon=options["epsilon"]):
+        return separate(x, scale, bias, w, b)
+    return on_gpu(fused, separate, *arrays)
+
+
+def _normalized_results(normalize, dense, x, scale, bias, w, b, *, epsilon, precision):
+    normalized, _, inv_std = normalize(x, jnp.ones_like(scale), jnp.zeros_like(bias), epsilon=epsilon, center=True)
     offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
     offsets = offsets if b is None else offsets + upcast(b)
-    return dense(normalised, _scaled_weights(w, scale), offsets, precision=precision), normalised, inv_std
+    return dense(normalized, _scaled_weights(w, scale), offsets, precision=precision), normalized, inv_std
 
 
 def _scaled_weights(w, scale):
     return (upcast(w) * upcast(scale)).astype(w.dtype)
 
 
-_RESULTS = differentiable(_results_kernel, _results, batched(0))
-_NORMALISED_RESULTS = differentiable(
-    functools.partial(_normalised_results, layer_norm.normalise_kernel, _dense_kernel),
-    functools.partial(_normalised_results, layer_norm.normalise, _dense),
-    batched(0),
+_FORMULAS, _KERNELS = (layer_norm.normalize, _dense), (layer_norm.normalize_kernel, _dense_kernel)
+_results_formula = functools.partial(_results, *_FORMULAS)
+_RESULTS = differentiable(_results_kernel, _results_formula, batched(0))
+_NORMALIZED_RESULTS = differentiable(
+    functools.partial(_normalized_results, *_KERNELS), functools.partial(_normalized_results, *_FORMULAS), batched(0)
 )
+
+
+def _forward(x, scale, bias, w, b, **options):
+    return _results_formula(x, scale, bias, w, b, **options)[0]
+
+
+def _sharded_like(x, scale, bias, w, b):
+    return _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None)
 
 
 def _save(results, x, scale, bias, w, b, **options):
@@ -127,63 +126,57 @@ def _save(results, x, scale, bias, w, b, **options):
 
 
 def _save_kernel(x, scale, bias, w, b, **options):
-    if not _keeps_normalised(x, w):
+    if not _keeps_normalized(x, w):
         return _save(_RESULTS, x, scale, bias, w, b, **options)
-    z, normalised, inv_std = _NORMALISED_RESULTS(x, scale, bias, w, b, **options)
-    return z, (None, scale, bias, w, b, None, inv_std, normalised)
+    z, normalized, inv_std = _NORMALIZED_RESULTS(x, scale, bias, w, b, **options)
+    return z, (None, scale, bias, w, b, None, inv_std, normalized)
 
 
 def _residuals(x, scale, bias, w, b, **options):
     return x, scale, bias, w, b, None, None, None
 
 
-def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, epsilon, precision):
-    dn = jnp.matmul(dy, w, precision=precision)
-    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, epsilon=epsilon, center=True, with_y=True)
-    dw, db = parameters(rows(dy), rows(y), precision=precision)
-    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
-
-
-def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, epsilon, precision):
-    if normalised is None:
-        gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
+def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalized, *, epsilon, precision):
+    if normalized is None:
+        gradients = functools.partial(_separate_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, epsilon=epsilon, precision=precision)
-    # The "xla" forward keeps x. Only derivatives of the "pallas" backward get `normalised`.
+    # The "xla" forward keeps x. Only derivatives of the "pallas" backward get `normalized`.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
-    dx = layer_norm.input_gradient(t, normalised, inv_std)
-    s, db = _sums(rows(dy), rows(normalised))
-    return dx, *_of_sums(_parameters_of_sums, s, db, scale, bias, w, b)
+    dx = layer_norm.input_gradient(t, normalized, inv_std)
+    return dx, *_of_sums(_parameters_of_sums, _sums(rows(dy), rows(normalized)), scale, bias, w, b)
 
 
-def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, epsilon, precision):
-    if normalised is not None or _keeps_normalised(x, w):
-        return _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, epsilon=epsilon, precision=precision)
-    separate = functools.partial(
-        _backward, layer_norm.gradients_kernel, _parameters_kernel, epsilon=epsilon, precision=precision
-    )
-    if not layer_norm_linear_sm90.input_gradient.pays(rows(dy), rows(x), scale, w, None, None):
+def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalized, *, epsilon, precision):
+    if normalized is not None or _keeps_normalized(x, w):
+        t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
+        if normalized is None:
+            dx, normalized = layer_norm.input_gradient_from_x_kernel(t, x, epsilon=epsilon)
+        else:
+            dx = layer_norm.input_gradient_kernel(t, normalized, inv_std)
+        parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
+        return dx, *_of_sums(parameters, _sums_kernel(rows(dy), rows(normalized)), scale, bias, w, b)
+    kit = layer_norm.gradients_kernel, _parameters_kernel
+    separate = functools.partial(_separate_backward, *kit, epsilon=epsilon, precision=precision)
+    reason = layer_norm_linear_sm90.input_gradient.unsupported
+    if len(rows(x)) < _MIN_FUSED_ROWS or reason(rows(dy), rows(x), scale, w, None, None):
         return separate(dy, x, scale, bias, w, b, offset, inv_std)
     if inv_std is None:
         offset, inv_std = row_statistics(x, epsilon=epsilon, center=True)
     return on_gpu(_fused_backward, separate, dy, x, scale, bias, w, b, offset, inv_std)
 
 
+def _separate_backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, epsilon, precision):
+    dn = jnp.matmul(dy, w, precision=precision)
+    dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, epsilon=epsilon, center=True, with_y=True)
+    dw, db = parameters(rows(dy), rows(y), precision=precision)
+    return dx, dscale.astype(x.dtype), dbias.astype(x.dtype), dw, None if b is None else db.astype(b.dtype)
+
+
 def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
     statistics = offset.ravel(), inv_std.ravel()
-    dx, normalised = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
-    s, db = linear_sm90.weights_gradient(rows(dy), normalised, dtype=jnp.float32)
-    return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, s, db, scale, bias, w, b)
-
-
-def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, epsilon, precision):
-    t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
-    if normalised is None:
-        dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, epsilon=epsilon)
-    else:
-        dx = layer_norm.input_gradient_kernel(t, normalised, inv_std)
-    s, db = _sums_kernel(rows(dy), rows(normalised))
-    parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
-    return dx, *_of_sums(parameters, s, db, scale, bias, w, b)
+    dx, normalized = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
+    sums = linear_sm90.weights_gradient(rows(dy), normalized, dtype=jnp.float32)
+    return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, sums, scale, bias, w, b)
 
 
 def _parameters(dy, y, *, precision):
@@ -196,20 +189,19 @@ def _parameters_kernel(dy, y, *, precision):
     return on_gpu(linear_sm90.weights_gradient, parameter_gradients_in_float32, dy, y)
 
 
-def _sums(dy, normalised):
-    return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
+_sums = functools.partial(parameter_gradients_in_float32, dtype=jnp.float32)
 
 
-def _sums_kernel(dy, normalised):
+def _sums_kernel(dy, normalized):
     # One device may have too few rows for the kernel.
-    if not _weights_gradient_pays(dy, normalised):
-        return _sums(dy, normalised)
-    return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
+    if not _weights_gradient_pays(dy, normalized):
+        return _sums(dy, normalized)
+    return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalized)
 
 
-def _of_sums(parameters, s, db, scale, bias, w, b):
-    dw, dscale, dbias = parameters(s, db, scale, bias, w)
-    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
+def _of_sums(parameters, sums, scale, bias, w, b):
+    dw, dscale, dbias = parameters(*sums, scale, bias, w)
+    return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else sums[1].astype(b.dtype)
 
 
 def _parameters_of_sums(s, db, scale, bias, w):
@@ -229,7 +221,7 @@ def _default(x, scale, bias, w, b, *, epsilon, precision):
 _LAYER_NORM_LINEAR = Pair(
     _forward,
     {"xla": _backward_formula, "pallas": _backward_kernel},
-    save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
+    save={"xla": functools.partial(_save, _results_formula), "pallas": _save_kernel},
     residuals=_residuals,
     batch_axes=batched(0, 1, 6, 7, 8),
     name="layer_norm_linear",

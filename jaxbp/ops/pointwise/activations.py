@@ -129,7 +129,7 @@ _MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(function, excluded, x, where, *, axis):
+def _normalized(function, excluded, x, where, *, axis):
     y = function(upcast(exclude(where, x, axis)), axis=axis)
     return select(where, y, excluded).astype(x.dtype)
 
@@ -163,7 +163,7 @@ def _softmax_kernel(dy, y, where, *, axis):
     return elementwise(_softmax_combine, *arrays, *sum_over(_softmax_terms, *arrays, axes=axis)), None
 
 
-_softmax_forward = functools.partial(_normalised, jax.nn.softmax, 0.0)
+_softmax_forward = functools.partial(_normalized, jax.nn.softmax, 0.0)
 _SOFTMAX = fused_pair(
     _softmax_forward,
     {"xla": _softmax_formula, "pallas": _softmax_kernel},
@@ -196,7 +196,7 @@ def _log_softmax_kernel(dy, x, where, *, axis):
 
 
 _LOG_SOFTMAX = fused_pair(
-    functools.partial(_normalised, jax.nn.log_softmax, -math.inf),
+    functools.partial(_normalized, jax.nn.log_softmax, -math.inf),
     {"xla": _log_softmax_formula, "pallas": _log_softmax_kernel},
     name="log_softmax",
     default=AUTODIFF_EVERYWHERE,

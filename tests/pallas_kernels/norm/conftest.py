@@ -21,7 +21,7 @@ def run(kernels, dy, x, scale, bias, *, center, known, configs):
     statistics."""
     options = dict(epsilon=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
-    y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)
+    y, *statistics = kernels.normalize(x, scale, bias, **options, config=forward)
     given = statistics if known else (None, None)
     return (y, *statistics), kernels.gradients(dy, x, scale, bias, *given, **options, with_y=True, config=backward)
 
@@ -29,10 +29,10 @@ def run(kernels, dy, x, scale, bias, *, center, known, configs):
 def expected(dy, x, scale, bias, *, center):
     dy, x, scale, bias = (np.asarray(a, np.float64) for a in (dy, x, scale, bias))
     mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-    centred = x - mean(x) if center else x
-    inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
-    normalised, t = centred * inv_std, dy * scale
-    y = normalised * scale + (bias if center else 0)
-    dx = inv_std * (t - mean(t) * center - normalised * mean(t * normalised))
+    centered = x - mean(x) if center else x
+    inv_std = 1 / np.sqrt(mean(centered**2) + 1e-5)
+    normalized, t = centered * inv_std, dy * scale
+    y = normalized * scale + (bias if center else 0)
+    dx = inv_std * (t - mean(t) * center - normalized * mean(t * normalized))
     statistics = (mean(x) - x[:, :1])[:, 0] if center else None, inv_std[:, 0]
-    return (y, *statistics), (dx, (dy * normalised).sum(0), dy.sum(0) if center else None, y)
+    return (y, *statistics), (dx, (dy * normalized).sum(0), dy.sum(0) if center else None, y)

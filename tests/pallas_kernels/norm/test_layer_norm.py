@@ -6,12 +6,12 @@ from helpers import on_the_cpu
 
 from pallas_kernels.core.device import BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.norm import layer_norm as kernels
-from pallas_kernels.norm.layer_norm import GradientsConfig, NormaliseConfig
+from pallas_kernels.norm.layer_norm import GradientsConfig, NormalizeConfig
 
-centred_or_not = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+centered_or_not = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 
 
-@centred_or_not
+@centered_or_not
 @pytest.mark.parametrize(
     ("rows", "hidden", "dtype"),
     [(3, 1, "float32"), (70, 5, "float32"), (2, 200, "float16"), (2, 1000, "float32"), (2, 4608, "bfloat16")],
@@ -22,7 +22,7 @@ def test_they_take_rows_of_any_length(rows, hidden, dtype, center, assert_right)
 
 
 def test_programs_divide_the_rows_and_own_columns(assert_right):
-    configs = NormaliseConfig(vector=128), GradientsConfig(vector=256, rows=2, columns=256)
+    configs = NormalizeConfig(vector=128), GradientsConfig(vector=256, rows=2, columns=256)
     with on_the_cpu():
         assert_right(kernels, 9, 700, "float32", "float32", center=True, known=False, configs=configs)
 
@@ -45,7 +45,7 @@ def test_the_heuristic_divides_rows_among_multiprocessors_and_columns_among_regi
     x, scale = structs(rows, hidden)
     options = dict(epsilon=1e-5, center=True)
     assert kernels.gradients.heuristic(x, x, scale, scale, None, None, **options) == config
-    assert kernels.normalise.heuristic(x, scale, scale, **options) == NormaliseConfig(config.vector)
+    assert kernels.normalize.heuristic(x, scale, scale, **options) == NormalizeConfig(config.vector)
 
 
 def test_more_multiprocessors_have_fewer_rows_each():
@@ -58,5 +58,5 @@ def test_every_gpu_with_kernels_takes_them():
     x, scale = structs(3, 5)
     for device in (HOPPER, BLACKWELL_RTX):
         with targeting(device):
-            assert kernels.normalise.pays(x, scale, scale, epsilon=1e-5, center=True)
+            assert kernels.normalize.pays(x, scale, scale, epsilon=1e-5, center=True)
             assert kernels.gradients.pays(x, x, scale, scale, None, None, epsilon=1e-5, center=True)

@@ -42,9 +42,9 @@ def expected(x, scale, bias, w, b, dz):
     first = np.asarray(x[:, 0], np.float64)
     x, scale, bias, w, b, dz = (np.asarray(a, np.float64) for a in (x, scale, bias, w, b, dz))
     mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-    centred = x - mean(x)
-    inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
-    hat, t = centred * inv_std, dz @ w * scale
+    centered = x - mean(x)
+    inv_std = 1 / np.sqrt(mean(centered**2) + 1e-5)
+    hat, t = centered * inv_std, dz @ w * scale
     dx = inv_std * (t - mean(t) - hat * mean(t * hat))
     return ((hat * scale + bias) @ w.T + b, mean(x)[:, 0] - first, inv_std[:, 0]), (dx, hat)
 
@@ -60,15 +60,15 @@ def test_the_simulator_finds_them_right(hidden, out, shift):
 
 
 @can_simulate
-def test_dx_is_the_same_if_the_normalised_rows_are_not_wanted():
+def test_dx_is_the_same_if_the_normalized_rows_are_not_wanted():
     x, scale, _, w, _, dz = draw(192, 128, 128)  # three blocks for one CTA
     (statistics,) = normal((192,))
     run = functools.partial(kernels.input_gradient, dz, x, scale, w, statistics, abs(statistics), config=CONFIGS[1])
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         expected, _ = run()
         with skipped_outputs(kernels, 1):
-            dx, normalised = run()
-    assert not normalised.any()
+            dx, normalized = run()
+    assert not normalized.any()
     np.testing.assert_array_equal(dx, expected)
 
 

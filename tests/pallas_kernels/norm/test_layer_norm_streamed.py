@@ -47,13 +47,13 @@ def assert_input_gradient_right(rows, hidden, dtype, config):
     actual = jax.block_until_ready(both(t, x, inv_std))
     t, x, inv_std = (np.asarray(a, np.float64) for a in (t, x, inv_std[:, None]))
     mean = lambda a: a.mean(-1, keepdims=True)  # noqa: E731
-    centred = x - mean(x)
-    own_inv_std = 1 / np.sqrt(mean(centred**2) + 1e-5)
+    centered = x - mean(x)
+    own_inv_std = 1 / np.sqrt(mean(centered**2) + 1e-5)
 
     def dx(hat, inv_std):
         return inv_std * (t - mean(t) - hat * mean(t * hat))
 
-    hat = centred * own_inv_std
+    hat = centered * own_inv_std
     assert_close(actual, (dx(x, inv_std), (dx(hat, own_inv_std), hat)), dtype)
 
 
@@ -67,7 +67,7 @@ def test_the_simulator_finds_dx_alone_right(name):
 
 
 @can_simulate
-def test_dx_is_the_same_if_the_normalised_rows_are_not_wanted():
+def test_dx_is_the_same_if_the_normalized_rows_are_not_wanted():
     t, x, scale = normal((8, 128), (8, 128), (128,))
 
     def run():
@@ -95,7 +95,7 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
     @jax.jit
     def run(t, x):
-        y, _, inv_std = kernels.normalise(x, jnp.ones(128), None, epsilon=1e-5, center=False, config=Config(4, 2, 1))
+        y, _, inv_std = kernels.normalize(x, jnp.ones(128), None, epsilon=1e-5, center=False, config=Config(4, 2, 1))
         return y, inv_std[:, None], *kernels.input_gradient_from_x(t, x, epsilon=1e-5, config=Config(4, 2, 1))
 
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
@@ -106,7 +106,7 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 def arguments(hidden, dtype):
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
-    return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
+    return [(kernels.normalize, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
 
 
 OPTIONS = dict(epsilon=1e-5, center=True)

@@ -51,9 +51,9 @@ def test_the_gradient_in_a_row_is_not_the_jacobians_diagonal_alone(implementatio
     x, scale, dy = normal((3, 64), (64,), (3, 64))
     dx, *_ = layer_norm_backward(dy, x, scale, 0.0, implementation=implementation)
     # Shifting or scaling a row does not change y.
-    normalised = layer_norm(x, jnp.ones(64), jnp.zeros(64), 0.0, implementation="autodiff")
+    normalized = layer_norm(x, jnp.ones(64), jnp.zeros(64), 0.0, implementation="autodiff")
     np.testing.assert_allclose(jnp.sum(dx, axis=-1), 0, atol=1e-5)
-    np.testing.assert_allclose(jnp.sum(dx * normalised, axis=-1), 0, atol=1e-5)
+    np.testing.assert_allclose(jnp.sum(dx * normalized, axis=-1), 0, atol=1e-5)
     assert np.linalg.norm(dx) > 1
 
 
@@ -123,7 +123,7 @@ def test_nan_stays_in_its_row(op, shapes, implementation):
     np.testing.assert_array_equal(jnp.isnan(y).any(-1), [False, True, False])
 
 
-def test_the_backwards_of_rms_norm_and_of_layer_norm_agree_on_centred_rows():
+def test_the_backwards_of_rms_norm_and_of_layer_norm_agree_on_centered_rows():
     x, scale, dy = normal((3, 64), (64,), (3, 64))
     x -= x.mean(-1, keepdims=True)
     dx, dscale, _ = layer_norm_backward(dy, x, scale)
@@ -211,7 +211,7 @@ def test_the_streamed_kernels_without_sums_and_statistics_are_right_in_the_simul
     x, dy, scale, bias = normal((4, 256), (4, 256), (256,), (256,))
     statistics = jnp.mean(x, axis=1) - x[:, 0], jax.lax.rsqrt(jnp.var(x, axis=1) + 1e-5)
     with simulated(), skipped_outputs(layer_norm_streamed, 1):
-        y, *skipped = layer_norm_streamed.normalise(x, scale, bias, epsilon=1e-5, center=True)
+        y, *skipped = layer_norm_streamed.normalize(x, scale, bias, epsilon=1e-5, center=True)
         dx, *sums, _ = layer_norm_streamed.gradients(dy, x, scale, None, *statistics, epsilon=1e-5, center=True)
     assert not np.any([np.any(a) for a in (*skipped, *sums)])
     assert_close(y, layer_norm(x, scale, bias, implementation="xla"), "float32")

@@ -47,8 +47,8 @@ def test_scales_and_biases_gradients_sum_over_all_leading_axes(batch, implementa
     actual = layer_norm_linear_backward(dy, x, scale, bias, w, implementation=implementation)
     assert_close(actual, whole, "float32")
     x, dy = x.reshape(-1, 5), dy @ w
-    normalised = layer_norm(x, jnp.ones(5), jnp.zeros(5))
-    expected = (dy.reshape(-1, 5) * normalised).sum(0), dy.reshape(-1, 5).sum(0)
+    normalized = layer_norm(x, jnp.ones(5), jnp.zeros(5))
+    expected = (dy.reshape(-1, 5) * normalized).sum(0), dy.reshape(-1, 5).sum(0)
     assert_close(actual[1:3], expected, "float32")
 
 
@@ -97,7 +97,7 @@ def test_two_numbers_a_row_are_kept_beside_the_arguments(implementation):
         ("float32", 65536, 1024, 2),
     ],
 )
-def test_many_rows_in_bfloat16_are_kept_normalised_in_place_of_x(dtype, rows, out, numbers, on_hopper):
+def test_many_rows_in_bfloat16_are_kept_normalized_in_place_of_x(dtype, rows, out, numbers, on_hopper):
     shapes = (rows, 1024), (1024,), (1024,), (out, 1024), (out,)
     assert kept_shapes("pallas", *shapes, dtype=dtype) == sorted([*shapes, *[(rows,)] * numbers])
 
@@ -149,12 +149,12 @@ def of_kernels(monkeypatch):
     monkeypatch.setattr(MODULE, "_MIN_PRODUCT_ROWS", 64)
 
 
-def rows_normalised(monkeypatch):
+def rows_normalized(monkeypatch):
     of_kernels(monkeypatch)
     monkeypatch.setattr(MODULE, "_MIN_ROWS_AN_OUTPUT", 0)
 
 
-@pytest.mark.parametrize("prepare", [of_kernels, rows_normalised])
+@pytest.mark.parametrize("prepare", [of_kernels, rows_normalized])
 @pytest.mark.parametrize("bias_of_outputs", [True, False])
 @XLA_ON_GPU
 def test_products_that_are_kernels_agree_with_the_formula_and_so_do_their_derivatives(
@@ -203,7 +203,7 @@ def test_none_programs_the_tensor_cores_on_hopper_alone(device, hidden, out):
 
 
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=lambda device: device.kind)
-def test_many_rows_in_bfloat16_have_the_kernels_of_normalised_rows_on_hopper_alone(device):
+def test_many_rows_in_bfloat16_have_the_kernels_of_normalized_rows_on_hopper_alone(device):
     shapes = (65536, 1024), (65536, 1024), (1024,), (1024,), (1024, 1024), (1024,)
     dy, *arrays = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
     with targeting(device):
