@@ -205,6 +205,8 @@ TESTED_ELSEWHERE = {
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
+    "pallas_kernels/norm/row_block",
+    *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     "jaxbp/ops/_defaults",
     *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
     *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels")),

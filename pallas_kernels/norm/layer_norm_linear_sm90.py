@@ -255,12 +255,13 @@ def input_gradient(
             block_rows, stage = step_rows(step), dz_ring.stage(step)
             first = load(x_ref.at[block_rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
             offset, inv_std = (load(ref.at[block_rows], value_a_row(), optimized=False) for ref in statistics_refs)
+            dz_stage = dz_stages.at[stage]
             dz_ring.wait(step)
 
             def multiply(products):
                 for i in range(_WARPGROUPS):
                     w_rows = weights.at[pl.ds(i * half_outputs, half_outputs), columns]
-                    plgpu.wgmma(products, dz_stages.at[stage, i], w_rows)
+                    plgpu.wgmma(products, dz_stage.at[i], w_rows)
                 plgpu.wgmma_wait(0)
                 return products[...]
 
@@ -283,7 +284,7 @@ def input_gradient(
             plgpu.barrier_arrive(sums_stored)
             plgpu.barrier_wait(sums_stored)
             mean_t, projection = mean(stage, 0), mean(stage, 1)
-            hat_stage = (dz_stages.at[stage] if hat_buffers is None else hat_buffers).at[warpgroup]
+            hat_stage = dz_stages.at[stage, warpgroup] if hat_buffers is None else hat_buffers.at[warpgroup]
             for piece in _column_slices(half):
                 hat_piece = hat(piece)
                 dx = t(piece) - _broadcast_rows(mean_t) - hat_piece * _broadcast_rows(projection)

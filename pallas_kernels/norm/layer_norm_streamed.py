@@ -270,27 +270,27 @@ def _input_gradient(t, x, inv_std, epsilon, config):
     programs, padded_rows, scratch = _schedule(config, block, t, x)
 
     def body(t_ref, x_ref, inv_std_ref, dx_ref, hat_ref, stages, loaded, *, program):
-        def known_inv_std(row):
-            return None if inv_std_ref is None else block.load_row_values(inv_std_ref, row)
-
         def step(first_row, stages, wait, _):
-            groups = block.groups(config.rows)
-            inv_stds = [[known_inv_std(first_row + row) for row in rows] for rows in groups]
+            groups, known = block.groups(config.rows), None
+            if inv_std_ref is not None:
+                known = [[block.load_row_values(inv_std_ref, first_row + row) for row in rows] for rows in groups]
             wait()
-            for rows, known in zip(groups, inv_stds, strict=True):
+            for i, rows in enumerate(groups):
                 t_stages, x_stages = ([block.block_rows(stage, row) for row in rows] for stage in stages)
                 ts, hats = (
                     [block.values(functools.partial(block.load, ref)) for ref in refs] for refs in (t_stages, x_stages)
                 )
-                if epsilon is not None:
+                if epsilon is None:
+                    inv_stds = known[i]
+                else:
                     hats, statistics = block.normalize(x_stages, None, epsilon=epsilon, center=True)
-                    known = [a.inv_std for a in statistics]
+                    inv_stds = [a.inv_std for a in statistics]
                 means = block.means(ts, hats, center=True)
-                for t_stage, x_stage, t, hat, value, row_means in zip(
-                    t_stages, x_stages, ts, hats, known, means, strict=True
+                for t_stage, x_stage, t, hat, inv_std, row_means in zip(
+                    t_stages, x_stages, ts, hats, inv_stds, means, strict=True
                 ):
                     hat = hat()
-                    t_stage[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_stage.dtype)
+                    t_stage[...] = block.input_gradient(t(), hat, inv_std, *row_means).astype(t_stage.dtype)
                     if hat_ref is not None:
                         x_stage[...] = hat.astype(x_stage.dtype)
 

@@ -7,13 +7,11 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
-from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops._defaults import fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.norm.statistics import inverse_root
-from pallas_kernels.pointwise.elementwise import elementwise
-from pallas_kernels.pointwise.reductions import sum_over
 
 AnyChannels = Float[AnyArray, "channels"]
 Results = tuple[Floats, Float[Array, "channels"], Float[Array, "channels"]]
@@ -42,38 +40,24 @@ def _forward(x, scale, bias, **options):
     return _normalize(x, scale, bias, **options)[0]
 
 
-def _backward(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
-    x_, dy = upcast(x), upcast(dys[0])
-    sums = (jnp.sum(terms, axis=_over(x, channel_axis)) for terms in _terms(dy, x_, mean, rest))
-    coefficients, dscale, dbias = _coefficients(*sums, dys, x.size // len(scale), scale, var, epsilon)
-    dx = _combine(dy, x_, mean, rest, *(_along(a, x, channel_axis) for a in coefficients))
-    return dx.astype(x.dtype), dscale, dbias
-
-
-def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
-    dy = dys[0]
-    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, mean, rest, axes=_over(x, channel_axis)))
-    coefficients, dscale, dbias = _coefficients(*sums, dys, x.size // len(scale), scale, var, epsilon)
-    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x, channel_axis) for a in coefficients))
-    return dx.astype(x.dtype), dscale, dbias
-
-
-def _terms(dy, x, mean, rest):
-    return dy, dy * ((x - mean) - rest)
-
-
-def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias) per channel, where `dx = a dy + b (x - mean) + c`.
-
-    The sums are of dy and `dy (x - mean)`, over `count` elements. dys are the cotangents of y, mean, and var.
-    """
-    _, dmean, dvar = dys
+def _backward(elementwise, sum_over, dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
+    """Compute `dx = a dy + b (x - mean) + c`, with (a, b, c) per channel. dys are the cotangents of y, mean, and
+    var."""
+    dy, dmean, dvar = dys
+    count = x.size // len(scale)
+    sums = sum_over(_terms, dy, x, mean, rest, axes=_over(x, channel_axis))
+    dy_sum, deviation_sum = (a.reshape(-1) for a in sums)
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s
     a = upcast(scale) * s
     b = (2 * upcast(dvar) - a * s * dscale) / count
     c = (upcast(dmean) - a * dy_sum) / count
-    return (a, b, c), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
+    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x, channel_axis) for a in (a, b, c)))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype), dy_sum.astype(scale.dtype)
+
+
+def _terms(dy, x, mean, rest):
+    return dy, dy * ((x - mean) - rest)
 
 
 def _combine(dy, x, mean, rest, a, b, c):
@@ -90,7 +74,7 @@ def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
     return dx, -dx, -0.5 * s * (dx * normalized), dy * normalized, dy
 
 
-_BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalize, name="batch_norm")
+_BATCH_NORM = fused_pair(_forward, xla_and_pallas(_backward), save=_normalize, name="batch_norm")
 _WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
 
 

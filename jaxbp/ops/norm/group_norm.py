@@ -9,13 +9,11 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
-from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops._defaults import fused_pair, xla_and_pallas
 from jaxbp.pairing import Implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.norm.statistics import inverse_root
-from pallas_kernels.pointwise.elementwise import elementwise
-from pallas_kernels.pointwise.reductions import sum_over
 
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
@@ -43,14 +41,7 @@ def _forward(x, scale, bias, **options):
     return _save(x, scale, bias, **options)[0]
 
 
-def _formula(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
-    arrays = *map(upcast, (dy, x, scale)), mean, rest, inv_std
-    means = (jnp.mean(a, axis=_over(x, axis), keepdims=True) for a in _terms(*arrays))
-    sums = (jnp.sum(a, axis=_summed(x, axis), keepdims=True) for a in _parameter_terms(*arrays))
-    return tuple(a.astype(x.dtype) for a in (_combine(*arrays, *means), *sums))
-
-
-def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
+def _backward(elementwise, sum_over, dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
     arrays, count = (dy, x, scale, mean, rest, inv_std), math.prod(x.shape[1:]) // x.shape[axis]
     means = (a / count for a in sum_over(_terms, *arrays, axes=_over(x, axis)))
     sums = sum_over(_parameter_terms, *arrays, axes=_summed(x, axis))
@@ -72,7 +63,7 @@ def _combine(dy, x, scale, mean, rest, inv_std, mean_t, mean_t_x):
 
 _GROUP_NORM = fused_pair(
     _forward,
-    {"xla": _formula, "pallas": _kernel},
+    xla_and_pallas(_backward),
     save=_save,
     name="group_norm",
     batch_axes=batched(0, 1, 3, 4, 5),

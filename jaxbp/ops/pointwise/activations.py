@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
-from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from jaxbp.pairing.gradients import in_dtypes_of
@@ -152,13 +152,7 @@ def _softmax_combine(dy, y, weighted, total):
     return y * (dy - weighted / jnp.where(total == 0, 1, total))
 
 
-def _softmax_formula(dy, y, where, *, axis):
-    arrays = upcast(select(where, dy, 0)), upcast(y)
-    sums = (jnp.sum(a, axis=axis, keepdims=True) for a in _softmax_terms(*arrays))
-    return _softmax_combine(*arrays, *sums).astype(dy.dtype), None
-
-
-def _softmax_kernel(dy, y, where, *, axis):
+def _softmax_backward(elementwise, sum_over, dy, y, where, *, axis):
     arrays = select(where, dy, 0), y
     return elementwise(_softmax_combine, *arrays, *sum_over(_softmax_terms, *arrays, axes=axis)), None
 
@@ -166,7 +160,7 @@ def _softmax_kernel(dy, y, where, *, axis):
 _softmax_forward = functools.partial(_normalized, jax.nn.softmax, 0.0)
 _SOFTMAX = fused_pair(
     _softmax_forward,
-    {"xla": _softmax_formula, "pallas": _softmax_kernel},
+    xla_and_pallas(_softmax_backward),
     save=_softmax_save,
     residuals=_softmax_residuals,
     name="softmax",

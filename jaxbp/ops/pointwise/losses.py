@@ -14,12 +14,11 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
 from jaxbp.common.numerics import upcast
-from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
+from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from jaxbp.pairing.gradients import in_dtypes_of, summed_like
 from jaxbp.pairing.mesh import batched
-from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
 
@@ -34,14 +33,10 @@ def _mean_loss(name, loss, slope):
         dpredictions = dy * (1.0 / size if size else math.inf) * slope(predictions - targets)
         return dpredictions, -dpredictions
 
-    def formula(dy, predictions, targets):
-        wide = map(upcast, (dy, predictions, targets))
-        return tuple(g.astype(dy.dtype) for g in gradients(*wide, size=predictions.size))
-
-    def kernel(dy, predictions, targets):
+    def backward(elementwise, sum_over, dy, predictions, targets):
         return elementwise(functools.partial(gradients, size=predictions.size), dy, predictions, targets)
 
-    return fused_pair(forward, {"xla": formula, "pallas": kernel}, name=name)
+    return fused_pair(forward, xla_and_pallas(backward), name=name)
 
 
 def _x_log_y(x, y):
@@ -143,18 +138,13 @@ def _kl_gradients(dy, log_predictions, targets):
     return -dy * p, dy * jnp.where((p == 0) & (q == -jnp.inf), -jnp.inf, jnp.log(p) - q + 1)
 
 
-def _kl_formula(dy, log_predictions, targets):
-    wide = map(upcast, (dy[..., None], log_predictions, targets))
-    return tuple(g.astype(dy.dtype) for g in _kl_gradients(*wide))
-
-
-def _kl_kernel(dy, log_predictions, targets):
+def _kl_backward(elementwise, sum_over, dy, log_predictions, targets):
     return elementwise(_kl_gradients, dy[..., None], log_predictions, targets)
 
 
 _KL_DIVERGENCE = fused_pair(
     _kl_divergence,
-    {"xla": _kl_formula, "pallas": _kl_kernel},
+    xla_and_pallas(_kl_backward),
     name="kl_divergence",
     batch_axes=batched(0, 1, 2, features=0),
 )

@@ -8,7 +8,7 @@ import pytest
 from helpers import cuda_program, on_the_cpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxbp.training.optimizers import apply, fused_adamw
+from jaxbp.training.optimizers import _kernel_is_faster, apply, fused_adamw
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.launch import CHANGES_IN_PLACE
 from pallas_kernels.core.simulator import simulated
@@ -221,6 +221,16 @@ def test_none_takes_the_kernel_where_it_saves_launches(on_hopper):
         assert launches(SHAPES, "float64") == 0
     with on_the_cpu():
         check(steps_of(optimizer, SHAPES), steps_of(optax.adam(0.1), SHAPES), 5e-7)
+
+
+@pytest.mark.skipif(not CHANGES_IN_PLACE, reason="the kernel is not faster before JAX 0.11.0")
+def test_the_kernel_is_for_more_arrays_than_launches_and_for_small_arrays(on_hopper):
+    def faster(*shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        return _kernel_is_faster([arrays] * 3, [arrays])
+
+    assert [faster((0,), *[(4,)] * n) for n in (2, 3)] == [False, True]
+    assert [faster(*[(2**n, 2)] * 3) for n in (18, 19)] == [True, False]
 
 
 def test_in_a_scan_with_donated_arrays():

@@ -41,22 +41,22 @@ def structs(rows, hidden):
         (65536, 9216, GradientsConfig(512, 32, 3072)),
     ],
 )
-def test_the_heuristic_divides_rows_among_multiprocessors_and_columns_among_registers(rows, hidden, config, on_hopper):
+def test_the_plan_divides_rows_among_multiprocessors_and_columns_among_registers(rows, hidden, config, on_hopper):
     x, scale = structs(rows, hidden)
     options = dict(epsilon=1e-5, center=True)
-    assert kernels.gradients.heuristic(x, x, scale, scale, None, None, **options) == config
-    assert kernels.normalize.heuristic(x, scale, scale, **options) == NormalizeConfig(config.vector)
+    assert kernels.gradients.plan(x, x, scale, scale, None, None, **options) == config
+    assert kernels.normalize.plan(x, scale, scale, **options) == NormalizeConfig(config.vector)
 
 
 def test_more_multiprocessors_have_fewer_rows_each():
     x, scale = structs(8192, 768)
     with targeting(dataclasses.replace(HOPPER, multiprocessors=512)):
-        assert kernels.gradients.heuristic(x, x, scale, scale, None, None, epsilon=1e-5, center=True).rows == 4
+        assert kernels.gradients.plan(x, x, scale, scale, None, None, epsilon=1e-5, center=True).rows == 4
 
 
 def test_every_gpu_with_kernels_takes_them():
     x, scale = structs(3, 5)
     for device in (HOPPER, BLACKWELL_RTX):
         with targeting(device):
-            assert kernels.normalize.pays(x, scale, scale, epsilon=1e-5, center=True)
-            assert kernels.gradients.pays(x, x, scale, scale, None, None, epsilon=1e-5, center=True)
+            assert not kernels.normalize.unsupported(x, scale, scale, epsilon=1e-5, center=True)
+            assert not kernels.gradients.unsupported(x, x, scale, scale, None, None, epsilon=1e-5, center=True)

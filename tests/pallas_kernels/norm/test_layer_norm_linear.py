@@ -44,8 +44,8 @@ def test_they_match_float64(outputs, hidden, dtype, config):
         (37, 384, Config(1, 128)),
     ],
 )
-def test_the_heuristic_divides_the_outputs_and_fills_the_multiprocessors(outputs, hidden, config, on_hopper):
-    assert kernels.parameter_gradients.heuristic(*draw(outputs, hidden)) == config
+def test_the_plan_divides_the_outputs_and_fills_the_multiprocessors(outputs, hidden, config, on_hopper):
+    assert kernels.parameter_gradients.plan(*draw(outputs, hidden)) == config
 
 
 @pytest.mark.parametrize(("outputs", "hidden"), [(3, 5), (3, 200), (0, 128)])

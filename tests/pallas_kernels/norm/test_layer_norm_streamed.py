@@ -9,7 +9,7 @@ from helpers import assert_close, normal, on_the_cpu, skipped_outputs
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.norm import layer_norm_streamed as kernels
-from pallas_kernels.norm.row_stream import Config
+from pallas_kernels.norm.layer_norm_streamed import Config
 
 can_simulate = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
 
@@ -126,7 +126,6 @@ OPTIONS = dict(epsilon=1e-5, center=True)
 def test_they_take_rows_that_come_in_whole_pieces(hidden, dtype, streamed, on_hopper):
     for kernel, arrays, _ in arguments(hidden, dtype):
         assert (kernel.unsupported(*arrays, **OPTIONS) is None) == streamed
-        assert kernel.pays(*arrays, **OPTIONS) == streamed
 
 
 @pytest.mark.parametrize(
@@ -142,8 +141,8 @@ def test_they_take_rows_that_come_in_whole_pieces(hidden, dtype, streamed, on_ho
         (8192, "float32", Config(1, 4, 1), Config(1, 3, 1)),
     ],
 )
-def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward, on_hopper):
-    found = [kernel.heuristic(*arrays, **OPTIONS) for kernel, arrays, _ in arguments(hidden, dtype)]
+def test_the_plan_is_the_sweeps_on_hopper(hidden, dtype, forward, backward, on_hopper):
+    found = [kernel.plan(*arrays, **OPTIONS) for kernel, arrays, _ in arguments(hidden, dtype)]
     assert found == [forward, backward]
 
 
@@ -151,10 +150,10 @@ def test_the_heuristic_is_the_sweeps_on_hopper(hidden, dtype, forward, backward,
     ("hidden", "by_hat", "from_x"),
     [(1024, Config(4, 3, 2), Config(4, 2, 3)), (4096, Config(2, 2, 3), Config(2, 2, 3))],
 )
-def test_the_heuristic_of_dx_alone_is_the_sweeps_on_hopper(hidden, by_hat, from_x, on_hopper):
+def test_the_plan_of_dx_alone_is_the_sweeps_on_hopper(hidden, by_hat, from_x, on_hopper):
     x = jax.ShapeDtypeStruct((1000, hidden), "bfloat16")
-    assert kernels.input_gradient.heuristic(x, x, None) == by_hat
-    assert kernels.input_gradient_from_x.heuristic(x, x, epsilon=1e-5) == from_x
+    assert kernels.input_gradient.plan(x, x, None) == by_hat
+    assert kernels.input_gradient_from_x.plan(x, x, epsilon=1e-5) == from_x
 
 
 @pytest.mark.gpu
@@ -175,7 +174,7 @@ def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
                     refused.append((kernel.name.partition(".")[2], hidden))
                     assert "shared memory" in reason
                     continue
-                config = kernel.heuristic(*arrays, **OPTIONS)
+                config = kernel.plan(*arrays, **OPTIONS)
                 ring = config.stages * streamed * config.rows * hidden * jnp.dtype(dtype).itemsize
                 # Sums across warps take 2 KiB, and barriers 8 bytes per stage.
                 assert ring + 2048 + 8 * config.stages <= device.shared_bytes

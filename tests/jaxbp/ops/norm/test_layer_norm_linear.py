@@ -20,6 +20,7 @@ from helpers import (
 from jaxbp import layer_norm, layer_norm_linear, layer_norm_linear_backward
 from jaxbp.common.numerics import upcast
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.launch import launch
 from pallas_kernels.norm import layer_norm_linear_sm90
 
 
@@ -144,9 +145,25 @@ def test_the_kernel_of_the_forward_is_for_many_rows_and_inputs(rows, outputs, in
 XLA_ON_GPU = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
 
+@pytest.mark.parametrize(("rows", "fused"), [(65536, True), (16384, False), (0, False)])
+def test_the_fused_kernels_are_for_many_rows(rows, fused, monkeypatch, on_hopper):
+    names = []
+
+    def recording(*arrays, name, **options):
+        names.append(name)
+        return launch(*arrays, name=name, **options)
+
+    monkeypatch.setattr(layer_norm_linear_sm90, "launch", recording)
+    x, *others = structs((rows, 256), (256,), (256,), (256, 256), (256,))
+    run = {"epsilon": 1e-5, "precision": None}
+    jax.eval_shape(functools.partial(MODULE._results_kernel, **run), x, *others)
+    jax.eval_shape(functools.partial(MODULE._backward_kernel, **run), x, x, *others, None, None, None)
+    assert names == ["layer_norm_linear", "layer_norm_linear_backward_input"] * fused
+
+
 def of_kernels(monkeypatch):
-    monkeypatch.setattr(layer_norm_linear_sm90, "_MIN_ROWS", 64)
-    monkeypatch.setattr(MODULE, "_MIN_PRODUCT_ROWS", 64)
+    for name in ("_MIN_FUSED_ROWS", "_MIN_PRODUCT_ROWS"):
+        monkeypatch.setattr(MODULE, name, 64)
 
 
 def rows_normalized(monkeypatch):
