@@ -1,6 +1,7 @@
 """The dtypes in which ops compute, and accurate sums. Reduced axes keep size 1."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,20 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return largest, jnp.sum(jnp.exp(upcast(a) - largest), axis=axis, keepdims=True)
+
+
+def elementwise(formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None) -> Any:
+    """Compute `pallas_kernels.pointwise.elementwise` in jnp."""
+    values, structure = jax.tree.flatten(formula(*map(upcast, arrays)))
+    shape = jnp.broadcast_shapes(*(a.shape for a in arrays)) if shape is None else shape
+    return structure.unflatten([jnp.broadcast_to(y, shape).astype(arrays[0].dtype) for y in values])
+
+
+def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int]) -> Any:
+    """Compute `pallas_kernels.pointwise.reductions.sum_over` in jnp, in float32 or wider."""
+    shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
+    values, structure = jax.tree.flatten(formula(*map(upcast, arrays)))
+    return structure.unflatten([jnp.sum(jnp.broadcast_to(y, shape), axis=axes, keepdims=True) for y in values])
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:

@@ -2,13 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxbp.common import checks
-from jaxbp.common.numerics import upcast
+from jaxbp.common import checks, numerics
 from jaxbp.pairing import DefaultImplementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -26,20 +21,8 @@ fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA
 
 def xla_and_pallas(backward: Callable) -> dict[str, Callable]:
     """Return the implementations "xla" and "pallas" of `backward(elementwise, sum_over, dy, *saved, **options)`. The
-    first two arguments are the kernels of these names, or the same functions in jnp."""
+    first two arguments are the kernels of these names, or the functions of `numerics`."""
     return {
-        "xla": functools.partial(backward, _elementwise, _sum_over),
+        "xla": functools.partial(backward, numerics.elementwise, numerics.sum_over),
         "pallas": functools.partial(backward, elementwise, sum_over),
     }
-
-
-def _elementwise(formula: Callable, *arrays: Any, shape: tuple[int, ...] | None = None) -> Any:
-    results, dtype = formula(*map(upcast, arrays)), arrays[0].dtype
-    shape = jnp.broadcast_shapes(*(a.shape for a in arrays)) if shape is None else shape
-    return jax.tree.map(lambda y: jnp.broadcast_to(y, shape).astype(dtype), results)
-
-
-def _sum_over(formula: Callable, *arrays: Any, axes: tuple[int, ...]) -> Any:
-    shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
-    results = formula(*map(upcast, arrays))
-    return jax.tree.map(lambda y: jnp.sum(jnp.broadcast_to(y, shape), axis=axes, keepdims=True), results)

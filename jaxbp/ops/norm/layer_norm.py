@@ -125,17 +125,6 @@ def input_gradient_from_x(t, x, *, epsilon):
     return input_gradient(t, normalized, inv_std), normalized
 
 
-def input_gradient_kernel(t, normalized, inv_std):
-    arrays = rows(t), rows(normalized), inv_std.ravel()
-    return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
-
-
-def input_gradient_from_x_kernel(t, x, *, epsilon):
-    from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
-    results = on_gpu(*(functools.partial(f, epsilon=epsilon) for f in from_x), rows(t), rows(x))
-    return tuple(a.reshape(x.shape) for a in results)
-
-
 def _streamed_if_faster(streamed, plain, *arrays, **options):
     unsupported = streamed.unsupported(*arrays, **options)
     streamed, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))

@@ -150,11 +150,14 @@ def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalized, *, e
     if normalized is not None or _keeps_normalized(x, w):
         t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
         if normalized is None:
-            dx, normalized = layer_norm.input_gradient_from_x_kernel(t, x, epsilon=epsilon)
+            from_x = layer_norm_streamed.input_gradient_from_x, layer_norm.input_gradient_from_x
+            dx, normalized = on_gpu(*(functools.partial(f, epsilon=epsilon) for f in from_x), rows(t), rows(x))
         else:
-            dx = layer_norm.input_gradient_kernel(t, normalized, inv_std)
+            normalized, by_hat = rows(normalized), (layer_norm_streamed.input_gradient, layer_norm.input_gradient)
+            dx = on_gpu(*by_hat, rows(t), normalized, inv_std.ravel())
         parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
-        return dx, *_of_sums(parameters, _sums_kernel(rows(dy), rows(normalized)), scale, bias, w, b)
+        gradients = _of_sums(parameters, _sums_kernel(rows(dy), normalized), scale, bias, w, b)
+        return dx.reshape(t.shape), *gradients
     kit = layer_norm.gradients_kernel, _parameters_kernel
     separate = functools.partial(_separate_backward, *kit, epsilon=epsilon, precision=precision)
     reason = layer_norm_linear_sm90.input_gradient.unsupported

@@ -22,7 +22,19 @@ from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
-_RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0), keeps_result=True)
+Axis = int | Sequence[int] | None
+Mask = AnyMask | None
+
+
+def relu_gradient(dy, x):
+    return jnp.where(x > 0, dy, 0.0)
+
+
+def sigmoid_gradient(dy, x):
+    return dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
+
+
+_RELU = Elementwise("relu", jax.nn.relu, relu_gradient, keeps_result=True)
 
 
 def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
@@ -40,7 +52,7 @@ def relu_backward(
     return _RELU.backward_of(implementation, dy, {"x": x})
 
 
-_SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
+_SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, sigmoid_gradient)
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
 
 
@@ -83,7 +95,7 @@ _SATURATION = 1000.0
 """In float64, `gelu`, `silu`, and `mish` round to 0 or x beyond ±1000."""
 
 
-def _saturating(function):
+def saturating(function):
     """Return `function`, but 0 for x < -1000 and x for x > 1000, where its formula may multiply 0 by infinity."""
 
     def forward(x, **options):
@@ -98,7 +110,7 @@ def _unsaturated(x):
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
-def _gelu_backward(dy, x, *, approximate):
+def gelu_gradient(dy, x, *, approximate):
     x = _unsaturated(x)
     if approximate:
         slope = math.sqrt(2 / math.pi)
@@ -108,13 +120,13 @@ def _gelu_backward(dy, x, *, approximate):
     return dy * (probability + x * jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
 
 
-def _silu_backward(dy, x):
+def silu_gradient(dy, x):
     x = _unsaturated(x)
     s = jax.nn.sigmoid(x)
     return dy * s * (1 + x * (1 - s))
 
 
-def _mish_backward(dy, x):
+def _mish_gradient(dy, x):
     x = _unsaturated(x)
     # tanh(softplus(x)) = n / d, computed from exponentials that cannot overflow.
     e = jnp.exp(jnp.where(x > 0, -x, x))
@@ -123,9 +135,9 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward)
-_SILU = Elementwise("silu", _saturating(jax.nn.silu), _silu_backward)
-_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward)
+_GELU = Elementwise("gelu", saturating(jax.nn.gelu), gelu_gradient)
+_SILU = Elementwise("silu", saturating(jax.nn.silu), silu_gradient)
+_MISH = Elementwise("mish", saturating(jax.nn.mish), _mish_gradient)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
@@ -333,13 +345,7 @@ def softplus_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementa
     return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
 
 
-def softmax(
-    x: AnyFloats,
-    axis: int | Sequence[int] | None = -1,
-    where: AnyMask | None = None,
-    *,
-    implementation: Implementation = None,
-) -> Floats:
+def softmax(x: AnyFloats, axis: Axis = -1, where: Mask = None, *, implementation: Implementation = None) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
     The boolean array `where` broadcasts to x. An element where it is False is left out of the sum, and has y and
@@ -350,25 +356,14 @@ def softmax(
 
 
 def softmax_backward(
-    dy: AnyFloats,
-    x: AnyFloats,
-    axis: int | Sequence[int] | None = -1,
-    where: AnyMask | None = None,
-    *,
-    implementation: Implementation = None,
+    dy: AnyFloats, x: AnyFloats, axis: Axis = -1, where: Mask = None, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, where y is the softmax of x."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
 
-def log_softmax(
-    x: AnyFloats,
-    axis: int | Sequence[int] | None = -1,
-    where: AnyMask | None = None,
-    *,
-    implementation: Implementation = None,
-) -> Floats:
+def log_softmax(x: AnyFloats, axis: Axis = -1, where: Mask = None, *, implementation: Implementation = None) -> Floats:
     """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, with `axis` and `where` as in `softmax`. Excluded elements
     have y = -inf and gradient 0."""
     x, where, axis = _check("log_softmax", axis, where, x=x)
@@ -376,12 +371,7 @@ def log_softmax(
 
 
 def log_softmax_backward(
-    dy: AnyFloats,
-    x: AnyFloats,
-    axis: int | Sequence[int] | None = -1,
-    where: AnyMask | None = None,
-    *,
-    implementation: Implementation = None,
+    dy: AnyFloats, x: AnyFloats, axis: Axis = -1, where: Mask = None, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with y as in `log_softmax` and the sum over the included
     elements."""

@@ -11,27 +11,18 @@ from jax import lax
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyFloats, Floats
 from jaxbp.ops.pointwise._elementwise import Elementwise
-from jaxbp.ops.pointwise.activations import _gelu_backward, _saturating, _silu_backward
+from jaxbp.ops.pointwise.activations import gelu_gradient, relu_gradient, saturating, sigmoid_gradient, silu_gradient
 from jaxbp.pairing import Implementation
 
-
-def _relu_backward(dy, x):
-    return jnp.where(x > 0, dy, 0.0)
-
-
-def _sigmoid_backward(dy, x):
-    return dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
-
-
 _ACTIVATIONS = {
-    "silu": (_saturating(jax.nn.silu), _silu_backward),
-    "gelu": (_saturating(jax.nn.gelu), functools.partial(_gelu_backward, approximate=True)),
+    "silu": (saturating(jax.nn.silu), silu_gradient),
+    "gelu": (saturating(jax.nn.gelu), functools.partial(gelu_gradient, approximate=True)),
     "gelu_exact": (
-        _saturating(functools.partial(jax.nn.gelu, approximate=False)),
-        functools.partial(_gelu_backward, approximate=False),
+        saturating(functools.partial(jax.nn.gelu, approximate=False)),
+        functools.partial(gelu_gradient, approximate=False),
     ),
-    "relu": (jax.nn.relu, _relu_backward),
-    "sigmoid": (jax.nn.sigmoid, _sigmoid_backward),
+    "relu": (jax.nn.relu, relu_gradient),
+    "sigmoid": (jax.nn.sigmoid, sigmoid_gradient),
 }
 """Maps each activation f to the functions `f(x)` and `dy f'(x)`."""
 
@@ -39,10 +30,10 @@ _ACTIVATIONS = {
 # `jax.nn.relu`.
 _IN_KERNELS = _ACTIVATIONS | {
     "gelu_exact": (
-        _saturating(lambda x: 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))),
-        functools.partial(_gelu_backward, approximate=False),
+        saturating(lambda x: 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))),
+        functools.partial(gelu_gradient, approximate=False),
     ),
-    "relu": (lambda x: jnp.maximum(x, 0.0), _relu_backward),
+    "relu": (lambda x: jnp.maximum(x, 0.0), relu_gradient),
 }
 
 Activation = Literal["silu", "gelu", "gelu_exact", "relu", "sigmoid"]
