@@ -277,14 +277,12 @@ def _check(op, axis, epsilon, x, scale, bias=None, **dy):
         raise ValueError(f"{op}: axis is {axis!r}; wants the last axis, or several adjacent axes up to the last one")
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)
-    size = x.shape[axes[0] :] if x.ndim else (1,)
-    arrays = [x, *dy]
+    size, arrays = x.shape[axes[0] :] if x.ndim else (1,), [x, *dy]
     if len(axes) > 1:
         arrays = [a.reshape(*a.shape[: axes[0]], math.prod(size)) for a in arrays]
-    check(op, epsilon, x=arrays[0])
-    parameters = checks.scale_and_bias(op, x, size, scale, bias)
-    rows, *dy = arrays
-    return x.shape, (rows, *(a.reshape(math.prod(size)) for a in parameters), *dy)
+    _check_rows(op, epsilon, arrays[0])
+    parameters = (a.reshape(math.prod(size)) for a in checks.scale_and_bias(op, x, size, scale, bias))
+    return x.shape, (arrays[0], *parameters, *arrays[1:])
 
 
 def _row_shape(axis, shape):
@@ -293,14 +291,16 @@ def _row_shape(axis, shape):
 
 def check(op, epsilon, **arrays):
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
-    x = values["x"]
+    _check_rows(op, epsilon, values["x"])
+    for name in ("scale", "bias"):
+        checks.shape(op, name, values[name], values["x"].shape[-1])
+    return tuple(values.values())
+
+
+def _check_rows(op, epsilon, x):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., hidden), at least one element per row")
-    for name, a in values.items():
-        if name in ("scale", "bias"):
-            checks.shape(op, name, a, x.shape[-1])
     if isinstance(epsilon, AnyArray):
         epsilon = checks.number(op, "epsilon", epsilon)
     if not checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
         raise ValueError(f"{op}: epsilon is {epsilon!r}; wants a finite number of at least 0")
-    return tuple(values.values())
