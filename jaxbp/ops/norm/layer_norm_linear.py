@@ -22,8 +22,8 @@ from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import linear_sm90
-from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
+from pallas_kernels.norm.layer_norm_linear import parameter_gradients
 
 _MIN_ROWS_AN_OUTPUT = 8
 """From this number of rows per output on, saving the normalized rows is faster (docs/lab/2026-11-25-norm.md)."""
@@ -33,6 +33,10 @@ kernels (docs/lab/2026-11-21-norm.md)."""
 _MIN_PRODUCT_ROWS, _MIN_PRODUCT_INPUTS = 8192, 512
 """Fewest rows for the kernels of `linear_sm90` (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not
 measured)."""
+
+
+def _fused_pays(kernel, *arrays, **options):
+    return len(arrays[0]) >= _MIN_FUSED_ROWS and kernel.unsupported(*arrays, **options) is None
 
 
 def _forward_pays(x, w, b):
@@ -79,18 +83,17 @@ def _results(normalize, dense, x, scale, bias, w, b, *, epsilon, precision):
     return dense(y, w, b, precision=precision), *statistics
 
 
-def _results_kernel(x, scale, bias, w, b, **options):
-    separate = functools.partial(_results, layer_norm.normalize_kernel, _dense_kernel, **options)
-    kernel = functools.partial(layer_norm_linear_sm90.forward, epsilon=options["epsilon"])
-
+def _results_kernel(x, scale, bias, w, b, *, epsilon, precision):
     def fused(x, *parameters):
-        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in kernel(rows(x), *parameters))
+        results = layer_norm_linear_sm90.forward(rows(x), *parameters, epsilon=epsilon)
+        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
-    b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
-    arrays, reason = (x, scale, bias, w, b_or_zeros), layer_norm_linear_sm90.forward.unsupported
-    if len(rows(x)) < _MIN_FUSED_ROWS or reason(rows(x), *arrays[1:], epsilon=options["epsilon"]):
+    kernels = layer_norm.normalize_kernel, _dense_kernel
+    separate = functools.partial(_results, *kernels, epsilon=epsilon, precision=precision)
+    parameters = scale, bias, w, jnp.zeros(w.shape[:1], w.dtype) if b is None else b
+    if not _fused_pays(layer_norm_linear_sm90.forward, rows(x), *parameters, epsilon=epsilon):
         return separate(x, scale, bias, w, b)
-    return on_gpu(fused, separate, *arrays)
+    return on_gpu(fused, separate, x, *parameters)
 
 
 def _normalized_results(normalize, dense, x, scale, bias, w, b, *, epsilon, precision):
@@ -104,11 +107,12 @@ def _scaled_weights(w, scale):
     return (upcast(w) * upcast(scale)).astype(w.dtype)
 
 
-_FORMULAS, _KERNELS = (layer_norm.normalize, _dense), (layer_norm.normalize_kernel, _dense_kernel)
-_results_formula = functools.partial(_results, *_FORMULAS)
+_results_formula = functools.partial(_results, layer_norm.normalize, _dense)
 _RESULTS = differentiable(_results_kernel, _results_formula, batched(0))
 _NORMALIZED_RESULTS = differentiable(
-    functools.partial(_normalized_results, *_KERNELS), functools.partial(_normalized_results, *_FORMULAS), batched(0)
+    functools.partial(_normalized_results, layer_norm.normalize_kernel, _dense_kernel),
+    functools.partial(_normalized_results, layer_norm.normalize, _dense),
+    batched(0),
 )
 
 
@@ -155,13 +159,12 @@ def _backward_kernel(dy, x, scale, bias, w, b, offset, inv_std, normalized, *, e
         else:
             normalized, by_hat = rows(normalized), (layer_norm_streamed.input_gradient, layer_norm.input_gradient)
             dx = on_gpu(*by_hat, rows(t), normalized, inv_std.ravel())
-        parameters = functools.partial(on_gpu, kernels.parameter_gradients, _parameters_of_sums)
+        parameters = functools.partial(on_gpu, parameter_gradients, _parameters_of_sums)
         gradients = _of_sums(parameters, _sums_kernel(rows(dy), normalized), scale, bias, w, b)
         return dx.reshape(t.shape), *gradients
-    kit = layer_norm.gradients_kernel, _parameters_kernel
-    separate = functools.partial(_separate_backward, *kit, epsilon=epsilon, precision=precision)
-    reason = layer_norm_linear_sm90.input_gradient.unsupported
-    if len(rows(x)) < _MIN_FUSED_ROWS or reason(rows(dy), rows(x), scale, w, None, None):
+    kernels = layer_norm.gradients_kernel, _parameters_kernel
+    separate = functools.partial(_separate_backward, *kernels, epsilon=epsilon, precision=precision)
+    if not _fused_pays(layer_norm_linear_sm90.input_gradient, rows(dy), rows(x), scale, w, None, None):
         return separate(dy, x, scale, bias, w, b, offset, inv_std)
     if inv_std is None:
         offset, inv_std = row_statistics(x, epsilon=epsilon, center=True)
@@ -179,7 +182,7 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
     statistics = offset.ravel(), inv_std.ravel()
     dx, normalized = layer_norm_linear_sm90.input_gradient(rows(dy), rows(x), scale, w, *statistics)
     sums = linear_sm90.weights_gradient(rows(dy), normalized, dtype=jnp.float32)
-    return dx.reshape(x.shape), *_of_sums(kernels.parameter_gradients, sums, scale, bias, w, b)
+    return dx.reshape(x.shape), *_of_sums(parameter_gradients, sums, scale, bias, w, b)
 
 
 def _parameters(dy, y, *, precision):

@@ -145,11 +145,11 @@ SHAPES = {
         lambda: jaxbp.linear_backward(zeros(2, 5), zeros(2, 5), zeros(3, 5)),
         "linear_backward: dy has shape (2, 5); wants (2, 3)",
     ),
-    "no element to normalise": (
+    "no element to normalize": (
         lambda: jaxbp.rms_norm(zeros(2, 0), zeros(0)),
         "rms_norm: x has shape (2, 0); wants (..., hidden), at least one element per row",
     ),
-    "scalar to normalise": (
+    "scalar to normalize": (
         lambda: jaxbp.layer_norm(zeros(), zeros(1), zeros(1)),
         "layer_norm: x has shape (); wants (..., hidden), at least one element per row",
     ),
@@ -442,7 +442,7 @@ OPTIONS = {
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 0.5, (1,)),
         "dropout: broadcast_dims is 1; wants an int in [-1, 1)",
     ),
-    "a first axis to normalise": (
+    "a first axis to normalize": (
         lambda: jaxbp.rms_norm(zeros(2, 3), axis=0),
         "rms_norm: axis is 0; wants the last axis, or several adjacent axes up to the last one",
     ),
