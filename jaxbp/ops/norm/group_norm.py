@@ -66,7 +66,7 @@ _GROUP_NORM = fused_pair(
     xla_and_pallas(_backward),
     save=_save,
     name="group_norm",
-    batch_axes=batched(0, 1, 3, 4, 5),
+    batch_axes=batched("dy", "x", "mean", "rest", "inv_std"),
 )
 
 

@@ -165,10 +165,10 @@ _LAYER_NORM, _RMS_NORM = (
         },
         save={
             "xla": functools.partial(_save, normalize),
-            "pallas": functools.partial(_save, differentiable(normalize_kernel, normalize, batched(0))),
+            "pallas": functools.partial(_save, differentiable(normalize_kernel, normalize, batched("x"))),
         },
         residuals=_residuals,
-        batch_axes=batched(0, 1, 3, 4),
+        batch_axes=batched("dy", "x", "offset", "inv_std"),
         name=name,
         unsupported=checks.unsupported_dtype,
         default=default,

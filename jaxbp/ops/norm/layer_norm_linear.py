@@ -108,11 +108,11 @@ def _scaled_weights(w, scale):
 
 
 _results_formula = functools.partial(_results, layer_norm.normalize, _dense)
-_RESULTS = differentiable(_results_kernel, _results_formula, batched(0))
+_RESULTS = differentiable(_results_kernel, _results_formula, batched("x"))
 _NORMALIZED_RESULTS = differentiable(
     functools.partial(_normalized_results, layer_norm.normalize_kernel, _dense_kernel),
     functools.partial(_normalized_results, layer_norm.normalize, _dense),
-    batched(0),
+    batched("x"),
 )
 
 
@@ -229,7 +229,7 @@ _LAYER_NORM_LINEAR = Pair(
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results_formula), "pallas": _save_kernel},
     residuals=_residuals,
-    batch_axes=batched(0, 1, 6, 7, 8),
+    batch_axes=batched("dy", "x", "offset", "inv_std", "normalized"),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
     default=_default,

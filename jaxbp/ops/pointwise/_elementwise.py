@@ -128,8 +128,8 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
-    return Axes(dict.fromkeys(of_full_rank, 0))
+    is_divided = (a.ndim == dy.ndim and a.shape[:1] == dy.shape[:1] for a in arrays)
+    return Axes({"dy": 0, "arrays": [0 if divided else None for divided in is_divided]})
 
 
 def _in_shapes_of(arrays, gradients):

@@ -146,7 +146,7 @@ _KL_DIVERGENCE = fused_pair(
     _kl_divergence,
     xla_and_pallas(_kl_backward),
     name="kl_divergence",
-    batch_axes=batched(0, 1, 2, features=0),
+    batch_axes=batched("dy", "log_predictions", "targets", features=0),
 )
 
 

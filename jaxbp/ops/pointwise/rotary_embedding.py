@@ -99,7 +99,7 @@ def _residuals(x, positions, **options):
 def _batch_axes(dy, positions):
     if dy.ndim == 1:
         return Axes({})
-    return Axes({0: 0, 1: 0} if len(positions) == len(dy) else {0: 0})
+    return Axes({"dy": 0, "positions": 0} if len(positions) == len(dy) else {"dy": 0})
 
 
 _ROTARY_EMBEDDING = Pair(
