@@ -42,9 +42,9 @@ class Elementwise(Pair):
             return cast_like(forward(*map(upcast, arrays), **options), arrays[0])
 
         def formula(dy, *arrays, **options):
-            values = arrays if keeps_result else barriers.recomputed(*map(upcast, arrays))
-            gradients = gradient(upcast(dy), *map(upcast, values), **options)
-            return _in_shapes_of(arrays, _summed(dy.shape, gradients, arrays))
+            wide_dy, *values = map(upcast, (dy, *arrays))
+            values = values if keeps_result else barriers.recomputed(*values)
+            return _in_shapes_of(arrays, _summed(dy.shape, gradient(wide_dy, *values, **options), arrays))
 
         def kernel(dy, *arrays, **options):
             in_kernel = functools.partial(in_kernels or gradient, **options)
