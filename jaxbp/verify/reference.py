@@ -234,18 +234,24 @@ class Reference:
 
     def higher(self, order: int, point: Point) -> Expected:
         """Return the second or third derivative by autodiff, checked by finite differences of the next lower order."""
-        autodiff = self.derivative(order, point)
-        gradient_at = self._gradient_near(order - 1, point)
-        gradient = gradient_at(point.values)
+        autodiff, lower = self.derivative(order, point), functools.partial(self._derivatives.with_square, order - 1)
+        values, *others = _arrays(point)
+        if self._stops:
+            in_float64(lower, values, *others)
+            near = jax.jit(held(self._derivatives.plain(order - 1, square=True)), **self._compiling)
+            # Arguments of `stop_gradient` inside the op keep the values that they have at this point.
+            lower = lambda moved, *others: near((moved, *others), (values, *others))  # noqa: E731
+        gradient_at = lambda moved: flat(in_float64(lower, moved, *others))  # noqa: E731
+        gradient = gradient_at(values)
 
         def look(which, by):
-            lower, upper = (
-                gradient_at([a + by * d for a, d in zip(point.values, point.directions[order - 2], strict=True)])[which]
+            left, right = (
+                gradient_at([a + by * d for a, d in zip(values, point.directions[order - 2], strict=True)])[which]
                 for by in (-by[0], by[0])
             )
-            noise = np.full(upper.shape, 8 * self._eps * scale_of(gradient) / by[0])
-            right, left = (upper - gradient[which]) / by[0], (gradient[which] - lower) / by[0]
-            return Slopes((upper - lower) / (2 * by[0]), *np.sort((right, left), axis=0), right, left, noise, noise)
+            noise = np.full(right.shape, 8 * self._eps * scale_of(gradient) / by[0])
+            slopes = (right - gradient[which]) / by[0], (gradient[which] - left) / by[0]
+            return Slopes((right - left) / (2 * by[0]), *np.sort(slopes, axis=0), *slopes, noise, noise)
 
         error = lambda: float(flat(self.rounding(order - 1, point)).max())  # noqa: E731
         of_all = flat(autodiff)
@@ -254,22 +260,6 @@ class Reference:
         sizes = np.cumsum([a.size for a in autodiff])[:-1]
         shaped = lambda whole: [p.reshape(a.shape) for p, a in zip(np.split(whole, sizes), autodiff, strict=True)]  # noqa: E731
         return Expected(order, against, shaped(slope), shaped(other))
-
-    def _gradient_near(self, order, point):
-        """Return a function of arguments near `point.values`, which returns the derivative there as one flat array.
-
-        `Derivatives.with_square` computes it. Arguments of `stop_gradient` inside the op keep the values that they have
-        at `point.values`.
-        """
-        values, *others = _arrays(point)
-        with float64():
-            self._derivatives.with_square(order, values, *others)
-        run = lambda moved: self._derivatives.with_square(order, list(moved), *others)  # noqa: E731
-        if self._stops:
-            near = jax.jit(held(self._derivatives.plain(order, square=True)), **self._compiling)
-            run = lambda moved: near((list(moved), *others), (values, *others))  # noqa: E731
-
-        return lambda moved: flat(in_float64(run, moved))
 
     def rounding(self, order: int, point: Point, dtype: Any = np.float64) -> Arrays:
         """Return how far each element of the results or of a derivative moves if operations are rounded to `dtype`."""
