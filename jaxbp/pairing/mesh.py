@@ -87,8 +87,6 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
             return kernel(*arrays)
         axes = batch_axes(*arrays) if callable(batch_axes) else batch_axes
         arguments = inspect.signature(formula).bind(*arrays).arguments
-        if PLACES := [name for name in axes.of if isinstance(name, int)]:
-            axes = dataclasses.replace(axes, of={list(arguments)[i]: axes.of[i] for i in PLACES})
         if not axes.of or jnp.ndim(jax.tree.leaves(arguments[next(iter(axes.of))])[0]) <= axes.features:
             return kernel(*arrays)
         leaves, structure = jax.tree.flatten(arrays)

@@ -51,54 +51,7 @@ class Kernel:
         return f"Kernel({self.name})"
 
 
-class _OldKernel:
-    """A function that launches a kernel. It requires compute capability `capability`, or if None, at least 9.0."""
-
-    def __init__(
-        self,
-        function: Callable,
-        unsupported: Callable[..., str | None] | None,
-        heuristic: Callable[..., Any | None],
-        capability: tuple[int, int] | None,
-    ):
-        functools.update_wrapper(self, function)
-        del self.__wrapped__  # its signature requires `config`, which callers may omit
-        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        self.capability = capability
-        self._function, self._unsupported, self._heuristic = function, unsupported, heuristic
-
-    def unsupported(self, *arrays: Any, **options: Any) -> str | None:
-        capability = device.target().capability
-        if capability < (9, 0) or (self.capability is not None and capability != self.capability):
-            requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
-            return f"compute capability {_version(capability)}, {requirement}"
-        return self._unsupported(*arrays, **options) if self._unsupported else None
-
-    def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
-        return self._heuristic(*arrays, **options)
-
-    def pays(self, *arrays: Any, **options: Any) -> bool:
-        return self.unsupported(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
-
-    def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
-        if reason := self.unsupported(*arrays, **options):
-            raise NotImplementedError(f"{self.name}: does not take {reason}")
-        config = config or self.heuristic(*arrays, **options)
-        if config is None:
-            raise NotImplementedError(
-                f"{self.name}: config is None; wants a config, because there is no default config for these arguments: "
-                "another kernel or XLA is faster"
-            )
-        return self._function(*arrays, config=config, **options)
-
-    def __repr__(self) -> str:
-        return f"Kernel({self.name})"
-
-
-def kernel(*, plan=None, heuristic=None, unsupported=None, capability=None) -> Callable[[Callable], Kernel]:
-    # Until every kernel has a plan.
-    if plan is None:
-        return lambda function: _OldKernel(function, unsupported, heuristic, capability)
+def kernel(*, plan: Callable[..., Any | str], capability: tuple[int, int] | None = None) -> Callable[..., Kernel]:
     return lambda function: Kernel(function, plan, capability)
 
 

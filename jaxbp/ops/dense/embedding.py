@@ -132,7 +132,7 @@ def _default(indices, table, *, num_embeddings):
     return AUTODIFF_EVERYWHERE
 
 
-_FORMULA = differentiable(_formula, _scatter, batched(0, 1))
+_FORMULA = differentiable(_formula, _scatter, batched("dy", "indices"))
 _EMBEDDING = Pair(
     _forward,
     {"xla": _FORMULA, "pallas": _kernel},
@@ -140,7 +140,7 @@ _EMBEDDING = Pair(
     residuals=_residuals,
     name="embedding",
     unsupported=_unsupported,
-    batch_axes=batched(0, 1),
+    batch_axes=batched("dy", "indices"),
     default=_default,
     jit=True,
 )

@@ -43,7 +43,7 @@ _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
-    batch_axes=batched(0, 1),
+    batch_axes=batched("dy", "x"),
     unsupported=checks.unsupported_dtype,
     # cuBLAS is faster than the kernels: docs/kernels/dense.md.
     default=DefaultImplementation(gpu="xla"),

@@ -18,7 +18,7 @@ from jaxbp.ops.dense import _products as products
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import Axes, batched, sharding_of_rows
+from jaxbp.pairing.mesh import Axes, BatchAxes, batched, sharding_of_rows
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
@@ -144,26 +144,31 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
     return dx * dy[None], *_layer_gradients(weighed, _narrow((x_batch_last.T, *hidden), sizes[:-1]))
 
 
-def _with_kernel(kernel: Callable, formula: Callable, batch_axes: Callable[..., dict]) -> Callable:
-    """Return `formula`, computed by `kernel` on a GPU. `batch_axes(*arrays)` maps arguments to their batch axes."""
+def _with_kernel(kernel: Callable, formula: Callable, batch_axes: BatchAxes) -> Callable:
+    """Return `formula`, computed by `kernel` on a GPU."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
 
-    return differentiable(call, formula, lambda *arrays: Axes(batch_axes(*arrays), multiple_of=LANES))
+    return differentiable(call, formula, batch_axes)
 
 
-_PRODUCTS = [differentiable(products.kernel, products.formula, batched(*places)) for places in ((0,), (0, 1))]
+_PRODUCTS = [differentiable(products.kernel, products.formula, batched(*names)) for names in (("a",), ("a", "b"))]
 """Products with the weights of a layer, and sums over examples."""
-_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, lambda *arrays: {0: 1, 1: 0})
-_WIDE_ROW_GRADIENTS = _with_kernel(kernels.backward, _wide_row_gradients, lambda *arrays: dict.fromkeys(range(4), 0))
-_WIDE_ROWS_AND_GRADIENTS = _with_kernel(
-    kernels.forward_and_gradients, _wide_rows_and_gradients, lambda *arrays: {0: 1, 1: 0}
+_EXAMPLES = Axes({"x_batch_last": 1, "labels": 0}, multiple_of=LANES)
+_WIDE_ROWS = _with_kernel(kernels.forward, _wide_rows, _EXAMPLES)
+_WIDE_ROW_GRADIENTS = _with_kernel(
+    kernels.backward,
+    _wide_row_gradients,
+    Axes(dict.fromkeys(("dy", "labels", "logits", "hidden"), 0), multiple_of=LANES),
 )
+_WIDE_ROWS_AND_GRADIENTS = _with_kernel(kernels.forward_and_gradients, _wide_rows_and_gradients, _EXAMPLES)
 _WEIGHED_GRADIENTS = _with_kernel(
     mlp_weighed_gradients_sm90.weighed_gradients,
     _weighed_gradients,
-    lambda dy, x, hidden, gradients: {0: 0, 1: 1, 2: 0, 3: (0,) * (len(gradients) - 1) + (1,)},
+    lambda dy, x_batch_last, hidden, gradients: Axes(
+        {"dy": 0, "x_batch_last": 1, "hidden": 0, "gradients": (0,) * (len(gradients) - 1) + (1,)}, multiple_of=LANES
+    ),
 )
 
 

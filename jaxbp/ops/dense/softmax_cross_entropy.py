@@ -184,8 +184,16 @@ def _unsupported(logits, labels, where, *, label_smoothing, z_loss):
     return checks.unsupported_dtype(logits, labels)
 
 
-_LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, batched(0, 1))
-_LOGITS_GRADIENT = differentiable(_logits_gradient_kernel, _logits_gradient, batched(0, 1, 2, 3, 4, features=0))
+_LOSSES_AND_STATISTICS = differentiable(
+    _losses_and_statistics_kernel, _losses_and_statistics, batched("logits", "labels")
+)
+    _losses_and_statistics_kernel, _losses_and_statistics, batched("logits", "labels")
+)
+_LOGITS_GRADIENT = differentiable(
+    _logits_gradient_kernel,
+    _logits_gradient,
+    batched("dy", "logits", "labels", "largest", "total", features=0),
+)
 
 
 def _sharded_like(logits, labels, where=None):
