@@ -5,11 +5,11 @@ from . import circuits as circuits
 from . import nn as nn
 from . import nnx as nnx
 from . import verify as verify
+from .logic.circuits.bits import pack_bits as pack_bits
+from .logic.circuits.bits import unpack_bits as unpack_bits
 from .logic.circuits.cellular_circuit import CellularCircuit as CellularCircuit
 from .logic.circuits.circuit import Circuit as Circuit
 from .logic.circuits.circuit import bitwise_gate_layer as bitwise_gate_layer
-from .logic.circuits.circuit import pack_bits as pack_bits
-from .logic.circuits.circuit import unpack_bits as unpack_bits
 from .logic.circuits.convolutional_circuit import ConvolutionalCircuit as ConvolutionalCircuit
 from .logic.circuits.netlist import Netlist as Netlist
 from .logic.gates import group_sum as group_sum

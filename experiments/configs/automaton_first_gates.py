@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton
+from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""
@@ -78,7 +78,7 @@ def _sources(
         for layer in reversed(updated):
             place = layer[place]
         if place < automaton.channels:
-            sources.append((int(place), CENTRE))
+            sources.append((int(place), CENTER))
             continue
         channel, bit, kernel = np.unravel_index(
             place - automaton.channels, (automaton.channels, automaton.bits, automaton.kernels)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxbp import CellularCircuit, Circuit, ConvolutionalCircuit, Netlist
-from jaxbp.logic.circuits.cellular_circuit import pack_grid, unpack_grid
-from jaxbp.logic.circuits.circuit import WORD_BITS
+from jaxbp.logic.circuits.bits import WORD_BITS, pack_grid, unpack_grid
 
 FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC")
 TIMED_SECONDS = 1.0

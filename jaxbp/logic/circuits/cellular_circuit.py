@@ -7,13 +7,11 @@ import numpy as np
 from jaxtyping import Bool, UInt64
 
 from jaxbp.common import checks
+from jaxbp.logic.circuits.bits import GRID_WORD_BITS, pack_grid, unpack_grid
 from jaxbp.logic.circuits.circuit import Circuit
 from jaxbp.logic.circuits.netlist import Netlist
-from jaxbp.logic.circuits.sources import check_c, check_verilog
-
-NEIGHBOURS = 9
-CENTRE = 4
-WORD = 64
+from jaxbp.logic.circuits.sources import C_WORDS, VERILOG_WORDS, check_name
+from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD
 
 # In the C source, a border word follows each row of a grid. Its bit 63 is the left neighbor of the next row's cell 0.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
@@ -34,18 +32,18 @@ $lines
 /* One tick of the words from begin to end of a plane, block by block. */
 static void ${name}_tick(size_t stride, size_t plane, size_t begin, size_t end, const uint64_t *x, uint64_t *y) {
   enum { channels = ${name}_channels, block = ${name}_block };
-  uint64_t neighbourhood[9 * channels][block], next[channels][block];
+  uint64_t neighborhood[9 * channels][block], next[channels][block];
   for (size_t i = begin; i < end; i += block) {
     for (size_t c = 0; c < channels; c++)
       for (size_t row = 0; row < 3; row++) {
         const uint64_t *at = x + c * plane + i + row * stride - stride;
         for (size_t k = 0; k < block; k++) {
-          neighbourhood[3 * row * channels + c][k] = at[k] << 1 | (at - 1)[k] >> 63;
-          neighbourhood[(3 * row + 1) * channels + c][k] = at[k];
-          neighbourhood[(3 * row + 2) * channels + c][k] = at[k] >> 1 | at[k + 1] << 63;
+          neighborhood[3 * row * channels + c][k] = at[k] << 1 | (at - 1)[k] >> 63;
+          neighborhood[(3 * row + 1) * channels + c][k] = at[k];
+          neighborhood[(3 * row + 2) * channels + c][k] = at[k] >> 1 | at[k + 1] << 63;
         }
       }
-    ${name}_cells(neighbourhood, next);
+    ${name}_cells(neighborhood, next);
     for (size_t c = 0; c < channels; c++) memcpy(y + c * plane + i, next[c], sizeof next[c]);
   }
 }
@@ -159,12 +157,12 @@ class CellularCircuit:
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
         checks.count("CellularCircuit", "channels", channels)
-        if (circuit.inputs, circuit.outputs) != (NEIGHBOURS * channels, channels):
+        if (circuit.inputs, circuit.outputs) != (NEIGHBORHOOD * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
-                f"wants {NEIGHBOURS * channels} inputs (nine per channel) and {channels} outputs (one per channel)"
+                f"wants {NEIGHBORHOOD * channels} inputs (nine per channel) and {channels} outputs (one per channel)"
             )
-        self.netlist = (circuit if isinstance(circuit, Netlist) else Netlist.of(circuit)).simplify()
+        self.netlist = circuit.netlist().simplify()
         self.channels, self.periodic = channels, periodic
 
     @property
@@ -192,7 +190,7 @@ class CellularCircuit:
         while found:
             needed |= found
             found = set().union(*(sources[results[channel]] for channel in found)) - needed
-        results = [results[c] if c in needed else CENTRE * self.channels + c for c in range(self.channels)]
+        results = [results[c] if c in needed else CENTER * self.channels + c for c in range(self.channels)]
         gates = Netlist.from_gates(netlist.inputs, netlist.gates, netlist.a, netlist.b, results)
         return CellularCircuit(gates, self.channels, self.periodic)
 
@@ -207,14 +205,13 @@ class CellularCircuit:
           ValueError: an array is not boolean or has a wrong shape.
         """
         self._check(state)
-        if fires is not None:
-            if fires.dtype != bool or fires.shape != state.shape[:3]:
-                raise ValueError(
-                    f"CellularCircuit: fires has shape {fires.shape} and dtype {fires.dtype}; "
-                    f"wants booleans of shape {state.shape[:3]}"
-                )
-            fires = pack_grid(fires[..., None])
-        return unpack_grid(self._tick(pack_grid(state), state.shape[2], fires), state.shape[2])
+        if fires is not None and (fires.dtype != bool or fires.shape != state.shape[:3]):
+            raise ValueError(
+                f"CellularCircuit: fires has shape {fires.shape} and dtype {fires.dtype}; "
+                f"wants booleans of shape {state.shape[:3]}"
+            )
+        firing = None if fires is None else pack_grid(fires[..., None])
+        return unpack_grid(self._tick(pack_grid(state), state.shape[2], firing), state.shape[2])
 
     def run(
         self,
@@ -230,8 +227,7 @@ class CellularCircuit:
           ValueError: the state is not boolean or has a wrong shape; `ticks` is below 0; `fire_rate` is not in [0, 1];
             or `fire_rate` is below 1, but there is no seed.
         """
-        for words in self._run(state, ticks, fire_rate, seed):
-            last = words
+        *_, last = self._run(state, ticks, fire_rate, seed)
         return unpack_grid(last, state.shape[2])
 
     def states(
@@ -254,18 +250,15 @@ class CellularCircuit:
                 "wants a fire_rate in [0, 1], and a seed if fire_rate is below 1"
             )
         random = np.random.default_rng(seed)
-        words, fires = pack_grid(state), None
-        yield words
+        yield (words := pack_grid(state))
         for _ in range(ticks):
-            if fire_rate < 1:
-                fires = pack_grid(random.random((*state.shape[:3], 1)) < fire_rate)
-            words = self._tick(words, state.shape[2], fires)
-            yield words
+            fires = pack_grid(random.random((*state.shape[:3], 1)) < fire_rate) if fire_rate < 1 else None
+            yield (words := self._tick(words, state.shape[2], fires))
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
+        y = self.netlist.evaluate(_neighborhoods(x, width, self.periodic))
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
-        y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
         return x ^ ((x ^ y) & fires)
 
     def _check(self, state):
@@ -281,11 +274,10 @@ class CellularCircuit:
         The function advances `state[channels][height][(width + 63) / 64]` in place. It returns 0, or 1 if an
         allocation fails. `pack_grid(states)[:, i]` is grid i of a batch in this layout.
         """
-        check_c("CellularCircuit", name)
-        names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
-        expressions = self.netlist.expressions(names, "0", "~(uint64_t)0")
-        lines = [f"const uint64_t g{g} = {expression};" for g, expression in enumerate(expressions)]
-        lines += [f"y[{c}][k] = {names[source]};" for c, source in enumerate(self.netlist.results.tolist())]
+        check_name("CellularCircuit", name, C_WORDS)
+        inputs = [f"x[{i}][k]" for i in range(self.netlist.inputs)]
+        lines, results = self.netlist.statements("const uint64_t", inputs, "0", "~(uint64_t)0")
+        lines += [f"y[{c}][k] = {result};" for c, result in enumerate(results)]
         return _C_SOURCE.substitute(
             name=name,
             channels=self.channels,
@@ -300,7 +292,7 @@ class CellularCircuit:
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
-        check_verilog("CellularCircuit", name)
+        check_name("CellularCircuit", name, VERILOG_WORDS)
         return self.netlist.to_verilog(f"{name}_cell") + _VERILOG_SOURCE.substitute(
             name=name,
             height=height,
@@ -311,41 +303,14 @@ class CellularCircuit:
         )
 
 
-def pack_grid(
-    state: Bool[np.ndarray, "batch height width channels"],
-) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack 64 cells of a row into one word: bit j of word w is cell `64 * w + j`. Unused bits are 0."""
-    planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
-    filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
-    filled[..., : planes.shape[-1]] = planes
-    return filled.view("<u8").astype(np.uint64)
-
-
-def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """Return the state `(batch, height, width, channels)` that `pack_grid` packed into `words`.
-
-    Raises:
-      ValueError: `width` is below 0 or above the number of bits per row.
-    """
-    if not 0 <= width <= WORD * words.shape[-1]:
-        wanted = f"at most {WORD * words.shape[-1]}, the number of bits in the words of one row"
-        raise ValueError(f"unpack_grid: width is {width}; wants {wanted}")
-    planes = np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
-    return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
-
-
-def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
+def _neighborhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
     """Return each cell's 3 x 3 neighborhood, `(9 * channels, batch, height, words)`, with 64 cells per word."""
-    edge = np.uint64(periodic)
-    last = np.uint64((width - 1) % WORD)
-    one, top = np.uint64(1), np.uint64(WORD - 1)
-    above_and_below = [x[:, :, [-1]] * edge, x, x[:, :, [0]] * edge]
-    rows = np.concatenate(above_and_below, axis=2)
+    one, top, last = (np.uint64(bit) for bit in (1, GRID_WORD_BITS - 1, (width - 1) % GRID_WORD_BITS))
+    edge, height = np.uint64(periodic), x.shape[2]
+    rows = np.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     before = np.concatenate([(rows[..., -1:] >> last & edge) << top, rows[..., :-1]], axis=-1)
     behind = np.concatenate([rows[..., 1:], np.zeros_like(rows[..., :1])], axis=-1)
     west = rows << one | before >> top
     east = rows >> one | behind << top
     east[..., -1] |= (rows[..., 0] & edge) << last
-    height = x.shape[2]
-    places = [column[:, :, row : row + height] for row in range(3) for column in (west, rows, east)]
-    return np.concatenate(places)
+    return np.concatenate([column[:, :, r : r + height] for r in range(3) for column in (west, rows, east)])

@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import operator
+import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,16 +11,85 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import UInt8, UInt32
+from jaxtyping import Int, UInt8, UInt32
 
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import output_size, window_padding
-from jaxbp.logic.circuits.circuit import bitwise_gates, gate_numbers
+from jaxbp.logic.circuits.circuit import gate_numbers
 from jaxbp.logic.circuits.netlist import GateList, Netlist
+from jaxbp.logic.circuits.sources import CSource
 from jaxbp.logic.wires.tree_wires import TreeWires
 
 OR = 7
+
+_C_CONVOLUTION = string.Template(r"""
+/* A kernel of convolution $i in $rows x $columns pools. */
+#define ${name}_CONVOLUTION$i(kernel, tree) \
+  static void kernel(const uint32_t *restrict x, uint32_t *restrict y) { \
+    enum { block = ${name}_block }; \
+    for (size_t r = 0; r < $rows; r++) \
+      for (size_t c = 0; c < $columns; c++) { \
+        const uint32_t *from = x + block * ($down * r + $right * c); \
+        uint32_t *to = y + block * ($width * r + c); \
+        for (size_t k = 0; k < block; k++) to[k] = $pool; \
+      } \
+  }
+$kernels
+static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
+  enum { block = ${name}_block };
+$calls
+}
+""")
+_VERILOG_CONVOLUTION = string.Template(r"""
+// Bit (channel * height + row) * width + column of an image is the pixel in that row and column of the channel.
+module ${name}_convolution$i (
+  input wire [$channels * $height * $width - 1:0] x,
+  output wire [$kernels * $rows * $columns - 1:0] y
+);
+  localparam CHANNELS = $channels, HEIGHT = $height, WIDTH = $width, TOP = $top, LEFT = $left;
+  localparam PADDED_HEIGHT = $padded_height, PADDED_WIDTH = $padded_width;
+  localparam WINDOW_HEIGHT = $window_height, WINDOW_WIDTH = $window_width, KERNELS = $kernels;
+  localparam ROWS = $rows, COLUMNS = $columns, POOL_ROWS = $pool_rows, POOL_COLUMNS = $pool_columns;
+  genvar channel, row, column, r, c, u, v;
+  wire [CHANNELS * PADDED_HEIGHT * PADDED_WIDTH - 1:0] padded;
+  generate
+    for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : channels
+      for (row = 0; row < PADDED_HEIGHT; row = row + 1) begin : image_rows
+        for (column = 0; column < PADDED_WIDTH; column = column + 1) begin : image_columns
+          localparam BIT = (channel * PADDED_HEIGHT + row) * PADDED_WIDTH + column;
+          if (row >= TOP && row < TOP + HEIGHT && column >= LEFT && column < LEFT + WIDTH) begin : interior
+            assign padded[BIT] = x[(channel * HEIGHT + row - TOP) * WIDTH + column - LEFT];
+          end else begin : exterior
+            assign padded[BIT] = 1'b0;
+          end
+        end
+      end
+    end
+    for (r = 0; r < ROWS; r = r + 1) begin : rows
+      for (c = 0; c < COLUMNS; c = c + 1) begin : columns
+        wire [POOL_ROWS * POOL_COLUMNS * KERNELS - 1:0] found;
+        for (u = 0; u < POOL_ROWS; u = u + 1) begin : pool_rows
+          for (v = 0; v < POOL_COLUMNS; v = v + 1) begin : pool_columns
+            localparam ROW = (r * POOL_ROWS + u) * $row_stride, COLUMN = (c * POOL_COLUMNS + v) * $column_stride;
+            wire [CHANNELS * WINDOW_HEIGHT * WINDOW_WIDTH - 1:0] window;
+            for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : window_channels
+              for (row = 0; row < WINDOW_HEIGHT; row = row + 1) begin : window_rows
+                assign window[(channel * WINDOW_HEIGHT + row) * WINDOW_WIDTH +: WINDOW_WIDTH] =
+                  padded[(channel * PADDED_HEIGHT + ROW + row) * PADDED_WIDTH + COLUMN +: WINDOW_WIDTH];
+              end
+            end
+            ${name}_kernels$i kernels (.x(window), .y(found[(u * POOL_COLUMNS + v) * KERNELS +: KERNELS]));
+          end
+        end
+        for (channel = 0; channel < KERNELS; channel = channel + 1) begin : pools
+          assign y[(channel * ROWS + r) * COLUMNS + c] = $pool;
+        end
+      end
+    end
+  endgenerate
+endmodule
+""")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +108,27 @@ class Convolution(ByContent):
     stride: tuple[int, int]
     padding: tuple[tuple[int, int], tuple[int, int]]
     pool: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
+    ) -> "Convolution":
+        gates = gate_numbers(op, gates, wires.kernels, wires.gates)
+        if wires.channels != shape[0]:
+            wanted = f"{shape[0]}, the number of channels of its input"
+            raise ValueError(f"{op} reads {wires.channels} channels; wants {wanted}")
+        if unknown := options.keys() - {"stride", "padding", "pool"}:
+            wanted = "only the options stride, padding, and pool"
+            raise TypeError(f"{op} has the options {', '.join(unknown)}; wants {wanted}")
+        stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
+        padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+        places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+        if any(n < p for n, p in zip(places, pool, strict=True)):
+            found, least = sizes_text(np.maximum(places, 0)), sizes_text(pool)
+            raise ValueError(
+                f"{op} has an output of {found} positions; wants at least {least}, the size of the pool's window"
+            )
+        return cls(gates, wires, shape, stride, padding, pool)
 
     @property
     def padded_shape(self) -> tuple[int, int, int]:
@@ -64,73 +155,92 @@ class Convolution(ByContent):
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
-    def netlist(self) -> Netlist:
-        """Return one netlist of all kernels. Its inputs are the bits of one convolution window, in row-major order."""
+    @functools.cached_property
+    def kernels(self) -> Netlist:
+        """One netlist of all kernels. Its inputs are the bits of one convolution window, in row-major order."""
         size = (self.shape[0], *self.wires.window)
-        gates = GateList(math.prod(size))
-        return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
+        listed, first = GateList(math.prod(size)), 0
+        values = np.ravel_multi_index(tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0)), size)
+        while (count := values.shape[1] // 2) > 0:
+            values = listed.add(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return listed.netlist(values[:, 0])
+
+    @functools.cached_property
+    def simplified(self) -> Netlist:
+        return self.kernels.simplify()
 
     @property
-    def _leaves(self) -> tuple[np.ndarray, ...]:
-        return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
+    def _window(self) -> tuple[np.ndarray, ...]:
+        return tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
 
-    def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Evaluate the kernels, which are binary trees of gates, for inputs `values (kernels, inputs, ...)`.
+    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> UInt32[Array, "kernels rows columns words"]:
+        return self._applied(x, self.kernels.evaluate, operator.or_)
 
-        Return their outputs. `of_gates(gates, a, b)` evaluates one level of the trees.
-        """
-        first = 0
-        while (count := values.shape[1] // 2) > 0:
-            values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
-            first += count
-        return values[:, 0]
-
-    def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Gather the same elements of every convolution window from x, padded images `(channels, height, width, ...)`.
-
-        `places` are three arrays of one shape `(*axes)`: the channel, row, and column of each element in a convolution
-        window. Return a list with one array per entry of `pooled`. Array k has convolution window k of every pool
-        window. Its shape is `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
-        """
-        (_, rows, columns), (down, right) = self.output_shape, self.steps
-        channel, row, column = (place[..., None, None] for place in places)
-        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
-        return [x[channel, row + u, column + v] for u, v in self.pooled]
-
-    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
-        leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
-        return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
-
-    def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add to `gates` one copy of the netlist `kernels` per convolution window, and the gates of the or-pool.
+    def place(self, x: Int[np.ndarray, "channels height width"], gates: GateList) -> Int[np.ndarray, "kernels ..."]:
+        """Add to `gates` one copy of the simplified kernels per convolution window, and the gates of the or-pool.
 
         x has the source of each bit of the image (see `Netlist`). Return the sources of the pooled image's bits.
         """
-        if any(map(any, self.padding)):
-            x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
-        window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
-        places = [gates.place(kernels, np.moveaxis(found, 0, -1)) for found in self._windows(x, window)]
-        return np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+        outside = gates.add(0, 0, 0) if any(map(any, self.padding)) else 0
+        kernels, either = functools.partial(gates.place, self.simplified), functools.partial(gates.add, OR)
+        return self._applied(x, kernels, either, outside)
 
+    def _applied(self, x: Array, kernels: Callable, either: Callable, outside: ArrayLike = 0) -> Array:
+        """Apply `kernels`, which maps windows `(inputs, rows, columns, ...)` to `(kernels, rows, columns, ...)`, to the
+        padded image, for each convolution window of every pool window. Combine these results by `either`."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        x = pad(x, ((0, 0), *self.padding, *[(0, 0)] * (x.ndim - 3)), constant_values=outside)
+        channel, row, column = (position[:, None, None] for position in self._window)
+        (_, rows, columns), (down, right) = self.output_shape, self.steps
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return functools.reduce(either, (kernels(x[channel, row + u, column + v]) for u, v in self.pooled))
 
-def convolution_of(
-    op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
-) -> Convolution:
-    gates = gate_numbers(op, gates, wires.kernels, wires.gates)
-    if wires.channels != shape[0]:
-        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of channels of its input")
-    if unknown := options.keys() - {"stride", "padding", "pool"}:
-        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants only the options stride, padding, and pool")
-    stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
-    padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
-    places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
-    if any(n < p for n, p in zip(places, pool, strict=True)):
-        found, least = sizes_text(np.maximum(places, 0)), sizes_text(pool)
-        raise ValueError(
-            f"{op} has an output of {found} positions; wants at least {least}, the size of the pool's window"
+    def rows(self, first: int) -> Int[np.ndarray, "channels height width"]:
+        """Return the memory row of each pixel in C code, if the padded image begins in row `first`."""
+        (_, height, width), ((top, _), (left, _)) = self.shape, self.padding
+        padded = first + np.arange(math.prod(self.padded_shape)).reshape(self.padded_shape)
+        return padded[:, top : top + height, left : left + width]
+
+    def add_to(self, source: CSource, i: int, first: int, writes: Int[np.ndarray, "kernels rows columns"]) -> None:
+        """Add convolution i, which reads the padded image from row `first` on, and writes the rows `writes`."""
+        name = f"{source.name}_convolution{i}"
+        reads = np.ravel_multi_index(self._window, self.padded_shape).tolist()
+        pixels = [f"x[{source.name}_block * {row}]" for row in reads]
+        gates, results = self.simplified.statements("const uint32_t", pixels, "0", "~(uint32_t)0")
+        functions, calls = [], []
+        for k, (cone, result) in enumerate(zip(self.simplified.cones(), results, strict=True)):
+            lines = [*(gates[g] for g in cone), "(void)x;", f"return {result};"]
+            body = "\n".join(f"  {line}" for line in lines)
+            functions.append(f"static inline uint32_t {name}_tree{k}(const uint32_t *x) {{\n{body}\n}}")
+            functions.append(f"{source.name}_CONVOLUTION{i}({name}_kernel{k}, {name}_tree{k})")
+            calls.append(f"  {name}_kernel{k}(x, y + block * {writes[k, 0, 0]});")
+        (_, rows, columns), (down, right), width = self.output_shape, self.steps, self.padded_shape[2]
+        definition = _C_CONVOLUTION.substitute(
+            name=source.name,
+            i=i,
+            rows=rows,
+            columns=columns,
+            down=down * width,
+            right=right,
+            width=np.diff(writes[0, :2, 0]).sum(),
+            pool=" | ".join(f"tree(from + k + block * {u * width + v})" for u, v in self.pooled),
+            kernels="\n".join(functions),
+            calls="\n".join(calls),
         )
-    return Convolution(gates, wires, shape, stride, padding, pool)
+        source.add_call(definition, name, reads=first, writes=0)
+
+    def to_verilog(self, name: str, i: int) -> str:
+        """Return the modules `{name}_kernels{i}` and `{name}_convolution{i}`."""
+        (channels, height, width), (kernels, rows, columns) = self.shape, self.output_shape
+        (top, _), (left, _) = self.padding
+        _, padded_height, padded_width = self.padded_shape
+        window_height, window_width = self.wires.window
+        pool_rows, pool_columns = self.pool
+        row_stride, column_stride = self.stride
+        pool = " | ".join(f"found[{place} * KERNELS + channel]" for place in range(pool_rows * pool_columns))
+        # The template uses the names of the local variables.
+        return self.simplified.to_verilog(f"{name}_kernels{i}") + _VERILOG_CONVOLUTION.substitute(locals())
 
 
 def sizes_text(shape: Iterable[int]) -> str:

@@ -11,20 +11,86 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
-from jaxbp.logic.circuits.circuit import Circuit, outputs_of_samples
-from jaxbp.logic.circuits.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
+from jaxbp.logic.circuits.bits import WORD_BITS, booleans, pack_bits, unpack_bits
+from jaxbp.logic.circuits.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, CSource, check_name, verilog_module
 from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
 GATES_AT_A_TIME = 4096
 """The approximate number of gates per block of outputs. Their values should fit into the CPU's cache."""
+SAMPLES_AT_A_TIME = 32 * WORD_BITS
 TABULATED_LEAVES = 10
 _LEAF = np.array([False, True])
 
 
+class BitCircuit(ByContent):
+    """Base of circuits of gates with fixed functions, which have `inputs` and `outputs`."""
+
+    inputs: Any
+    outputs: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample, which is flattened in row-major order."""
+        return (self.inputs,)
+
+    def netlist(self) -> "Netlist":
+        raise NotImplementedError
+
+    def evaluate(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, bits: Bool[np.ndarray, "samples *shape"]) -> Bool[np.ndarray, "samples outputs"]:
+        op, bits = type(self).__name__, np.asarray(bits)
+        if bits.shape[1:] != self.shape:
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {wanted})")
+        bits = booleans(op, bits).reshape(len(bits), self.inputs)
+        y = np.empty((self.outputs, len(bits)), bool).T  # in the memory order of `unpack_bits`
+        for begin in range(0, len(bits), SAMPLES_AT_A_TIME):  # limits memory
+            some = bits[begin : begin + SAMPLES_AT_A_TIME]
+            y[begin : begin + len(some)] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
+        return y
+
+    def check_words(self, x: Any) -> None:
+        if x.shape[:1] != (self.inputs,):
+            raise ValueError(f"{type(self).__name__}: x has shape {x.shape}; wants ({self.inputs}, words)")
+
+    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
+
+        Bit k of `x[i * words + w]` is input i of sample `32 * w + k`, and y has the same layout. The function returns
+        0, or 1 if an allocation fails. Fewer than 16 words take as long as 16.
+
+        Args:
+          classes: number of classes. The outputs form one group of equal size per class, and a sample's class is the
+            first group with the most ones. If given, the source has two more functions.
+            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
+            `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if an allocation fails.
+        """
+        op = type(self).__name__
+        check_name(op, name, C_WORDS)
+        if classes is not None and not (checks.is_int(classes) and classes >= 1 and self.outputs % classes == 0):
+            raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {self.outputs} outputs")
+        source = CSource(name)
+        outputs, rows = self.add_to(source)
+        return source.text(self.inputs, outputs, rows, classes)
+
+    def add_to(self, source: CSource, first: int = 0) -> tuple[list[int], int]:
+        # Reads input i from row `first + i`. Returns the row of each output, and the number of rows of the memory.
+        return self.netlist().add_to(source, first)
+
+    def to_verilog(self, name: str = "circuit") -> str:
+        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`."""
+        check_name(type(self).__name__, name, VERILOG_WORDS)
+        gates, results = self.netlist().statements("wire", [f"x[{i}]" for i in range(self.inputs)], "1'b0", "1'b1")
+        outputs = (f"assign y[{i}] = {result};" for i, result in enumerate(results))
+        return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Netlist(ByContent):
+class Netlist(BitCircuit):
     """A circuit as a list of gates, in which each gate comes after the gates that it reads.
 
     A source is an input or a gate: number i means input i, and `inputs + g` means gate g. `of` and `from_gates` sort
@@ -55,8 +121,9 @@ class Netlist(ByContent):
             range.
         """
         checks.count("Netlist", "inputs", inputs)
-        vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
-        gates, a, b, outputs = vectors
+        gates = _checked("gates", gates, GATES, 0, "the number of functions")
+        a, b = (_checked(name, v, inputs, 1, "the source of the gate itself") for name, v in (("a", a), ("b", b)))
+        outputs = _checked("outputs", outputs, inputs + gates.size, 0, "the number of sources")
         if not gates.size == a.size == b.size:
             raise ValueError(
                 f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
@@ -64,12 +131,6 @@ class Netlist(ByContent):
             )
         if not outputs.size:
             raise ValueError("Netlist: there are no outputs; wants at least one output")
-        place = inputs + np.arange(gates.size)
-        _check_below("gates", gates, np.full(gates.size, GATES), "the number of functions")
-        _check_below("a", a, place, "the source of the gate itself")
-        _check_below("b", b, place, "the source of the gate itself")
-        _check_below("outputs", outputs, np.full(outputs.size, inputs + gates.size), "the number of sources")
-
         depth = [0] * inputs
         for i, j in zip(a.tolist(), b.tolist(), strict=True):
             depth.append(1 + max(depth[i], depth[j]))
@@ -92,12 +153,11 @@ class Netlist(ByContent):
         )
 
     @classmethod
-    def of(cls, circuit: Circuit) -> "Netlist":
-        listed = GateList(circuit.inputs)
-        sources = np.arange(circuit.inputs)
-        for gates, wires in circuit.layers:
-            sources = listed.add(gates, sources[np.asarray(wires.a)], sources[np.asarray(wires.b)])
-        return listed.netlist(sources)
+    def of(cls, circuit: BitCircuit) -> "Netlist":
+        return circuit.netlist()
+
+    def netlist(self) -> "Netlist":
+        return self
 
     @property
     def outputs(self) -> int:
@@ -106,27 +166,23 @@ class Netlist(ByContent):
     def __len__(self) -> int:
         return self.gates.size
 
-    def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        return outputs_of_samples(self, bits)
-
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
         """Return the outputs for samples packed into words of any unsigned dtype, one bit per sample. A NumPy x gives a
         NumPy array."""
-        if x.shape[:1] != (self.inputs,):
-            raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
-        shape = (self.inputs + len(self), *x.shape[1:])
-        if isinstance(x, np.ndarray):
-            values = np.empty(shape, x.dtype)
-            values[: self.inputs] = x
-        else:
-            values = jnp.zeros(shape, x.dtype).at[: self.inputs].set(x)
+        self.check_words(x)
+        host = isinstance(x, np.ndarray)
+        values = (np if host else jnp).empty((self.inputs + len(self), *x.shape[1:]), x.dtype)
+
+        def with_rows(first, rows):
+            if not host:
+                return values.at[first : first + len(rows)].set(rows)
+            values[first : first + len(rows)] = rows
+            return values
+
+        values = with_rows(0, x)
         for begin, end in self.groups:
             y = FUNCTIONS[self.gates[begin]](values[self.a[begin:end]], values[self.b[begin:end]])
-            rows = slice(self.inputs + begin, self.inputs + end)
-            if isinstance(x, np.ndarray):
-                values[rows] = y
-            else:
-                values = values.at[rows].set(y)
+            values = with_rows(self.inputs + begin, y)
         return values[self.results]
 
     def histogram(self) -> np.ndarray:
@@ -161,32 +217,25 @@ class Netlist(ByContent):
             cones.append(sorted(cone))
         return cones
 
-    def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        return [
+    def statements(self, declaration: str, inputs: Sequence[str], zero: str, one: str) -> tuple[list[str], list[str]]:
+        # Returns one statement per gate, such as `{declaration} g2 = x[0] & ~g1;`, and the name of each output.
+        names = [*inputs, *(f"g{g}" for g in range(len(self)))]
+        expressions = (
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
-        ]
+        )
+        lines = [f"{declaration} g{g} = {expression};" for g, expression in enumerate(expressions)]
+        return lines, [names[source] for source in self.results.tolist()]
 
-    def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source as described in `Circuit.to_c`."""
-        check_c("Netlist", name, classes, self.outputs)
-        tables, results, rows = self.tables()
-        return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
-
-    def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the gates as tables of the C code, the row of each output, and the number of rows.
-
-        Rows are counted from memory row `first`, so that input i is in row i. The outputs are divided into blocks. One
-        table has all gates of equal depth and function whose values are first needed for the same block.
-        """
+    def add_to(self, source: CSource, first: int = 0) -> tuple[list[int], int]:
+        # The outputs are divided into blocks. One step has all gates of equal depth and function whose values are first
+        # needed for the same block.
         netlist = self._by_outputs()
         row, rows = netlist._rows()
         numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
-        tables = [
-            Table(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
-            for begin, end in netlist.groups
-        ]
-        return tables, row[netlist.results].tolist(), rows
+        for begin, end in netlist.groups:
+            source.add_gates(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
+        return (first + row[netlist.results]).tolist(), first + rows
 
     def _by_outputs(self) -> "Netlist":
         blocks = max(1, len(self) // GATES_AT_A_TIME)
@@ -198,15 +247,6 @@ class Netlist(ByContent):
         depth = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
         keys = [depth, block[self.inputs :]]
         return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
-
-    def to_verilog(self, name: str = "circuit") -> str:
-        """Return a Verilog module as described in `Circuit.to_verilog`."""
-        check_verilog("Netlist", name)
-        names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
-        expressions = self.expressions(names, "1'b0", "1'b1")
-        lines = [f"wire gate{g} = {expression};" for g, expression in enumerate(expressions)]
-        lines += [f"assign y[{i}] = {names[source]};" for i, source in enumerate(self.results.tolist())]
-        return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
         last_read = np.zeros(self.inputs + len(self), int)
@@ -240,19 +280,18 @@ class GateList:
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
-    def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of the gates of `netlist` per vector along the last axis of `inputs`.
+    def place(
+        self, netlist: "Netlist", inputs: Int[np.ndarray, "inputs *places"]
+    ) -> Int[np.ndarray, "outputs *places"]:
+        """Add one copy of the gates of `netlist` per place. `inputs` has the sources that the copies read as inputs.
+        Return the sources of the copies' outputs."""
+        places = inputs.shape[1:]
+        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(len(netlist), *places)
+        sources = np.concatenate([inputs, new])
+        self.add(netlist.gates.reshape(-1, *[1] * len(places)), sources[netlist.a], sources[netlist.b])
+        return sources[netlist.results]
 
-        The vector has the sources that the copy reads as inputs. Return the sources of the copies' outputs,
-        `(*places, outputs)`.
-        """
-        places = inputs.shape[:-1]
-        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
-        sources = np.concatenate([inputs, new], axis=-1)
-        self.add(netlist.gates, sources[..., netlist.a], sources[..., netlist.b])
-        return sources[..., netlist.results]
-
-    def netlist(self, outputs: ArrayLike) -> "Netlist":
+    def netlist(self, outputs: ArrayLike) -> Netlist:
         functions, a, b = np.concatenate([np.empty((3, 0), int), *self.listed], axis=1)
         return Netlist.from_gates(self.inputs, functions, a, b, outputs)
 
@@ -360,16 +399,15 @@ class _Builder:
         return Netlist.from_gates(self.inputs, functions, a, b, [source_of[literal] for literal in outputs])
 
 
-def _integers(name: str, values: ArrayLike) -> np.ndarray:
+def _checked(name: str, values: ArrayLike, bound: int, step: int, meaning: str) -> np.ndarray:
+    """Return `values` as integers, where entry i is at least 0 and below `bound + step * i`."""
     values = np.asarray(values)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise ValueError(
             f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a vector of integers"
         )
-    return values.astype(np.int64)
-
-
-def _check_below(name: str, values: np.ndarray, bounds: np.ndarray, bound: str) -> None:
+    bounds = bound + step * np.arange(values.size)
     if (wrong := np.flatnonzero((values < 0) | (values >= bounds))).size:
         i = wrong[0]
-        raise ValueError(f"Netlist: {name}[{i}] is {values[i]}; wants at least 0 and below {bounds[i]}, {bound}")
+        raise ValueError(f"Netlist: {name}[{i}] is {values[i]}; wants at least 0 and below {bounds[i]}, {meaning}")
+    return values.astype(np.int64)

@@ -3,11 +3,8 @@
 import re
 import string
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
-
-from jaxbp.common import checks
 
 EXPRESSIONS = (
     "{zero}",
@@ -105,16 +102,6 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
         raise ValueError(f"{op}: name is {name!r}, which is reserved in {language}; wants another name")
 
 
-def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    check_name(op, name, C_WORDS)
-    if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
-        raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
-
-
-def check_verilog(op: str, name: str) -> None:
-    check_name(op, name, VERILOG_WORDS)
-
-
 # The C code computes a gate for a block of words at a time, to read the gate's table entry once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
@@ -136,8 +123,8 @@ typedef struct { $wire y, a, b; } ${name}_gate;
   }
 $functions
 
-$tables
-static const $wire ${name}_outputs[] = {$output_rows};
+$definitions
+static const uint32_t ${name}_outputs[] = {$output_rows};
 
 /* The values of the words of x from w on, up to a block of words. The rest of the block is 0. */
 static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *values) {
@@ -163,7 +150,7 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
     ${name}_values(words, w, x, values);
     const size_t n = words - w < block ? words - w : block;
     for (size_t i = 0; i < $outputs; i++) {
-      const uint32_t *from = values + block * ($last + ${name}_outputs[i]);
+      const uint32_t *from = values + block * ${name}_outputs[i];
       for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
     }
   }
@@ -174,13 +161,13 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
 # Plane p has bit p of each sample's sum over the outputs of a class.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
-static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
+static void ${name}_sum(const uint32_t *values, const uint32_t *outputs, uint32_t (*restrict sum)[${name}_block]) {
   enum { block = ${name}_block, group = $group, planes = $planes };
   uint32_t waiting[planes][block], carry[block];
   for (size_t p = 0; p < planes; p++)
     for (size_t k = 0; k < block; k++) sum[p][k] = 0;
   for (size_t i = 0; i < group; i++) {
-    const uint32_t *value = values + block * ($last + outputs[i]);
+    const uint32_t *value = values + block * outputs[i];
     size_t p = 0;
     for (size_t k = 0; k < block; k++) carry[k] = value[k];
     for (; i >> p & 1; p++)
@@ -245,85 +232,65 @@ int ${name}_classify(const uint8_t *bits) {
 """)
 
 
-class Table(NamedTuple):
-    """Gates with the same function that do not read each other.
+class CSource:
+    """C99 source of a function that evaluates a circuit on blocks of 512 samples, step by step.
 
-    A row of the generated C code's memory holds one bit of each of 512 samples. Each gate `(y, a, b)` of
-    `gates (n, 3)` reads rows `reads + a` and `reads + b`, and writes row `writes + y`.
+    The function's memory consists of rows. A row holds one bit of each sample of a block. The inputs are in the first
+    rows. The other rows are 0 at first.
     """
 
-    function: int
-    reads: int
-    writes: int
-    gates: np.ndarray
+    def __init__(self, name: str):
+        self.name = name
+        self._functions: dict[int, str] = {}
+        self._definitions: list[str] = []
+        self._calls: list[str] = []
+        self._wire = "uint16_t"
 
+    def add_gates(self, function: int, reads: int, writes: int, gates: np.ndarray) -> None:
+        """Add gates `(y, a, b)` with one function, `gates (n, 3)`, which do not read each other.
 
-class Code(NamedTuple):
-    """The source of a C function that evaluates a convolution.
-
-    Its parameters are `const uint32_t *x` and `uint32_t *y`. x points to memory row `reads` (see `Table`), the first
-    row of the input image. y points to row `writes`, the first row of the output.
-    """
-
-    function: str
-    reads: int
-    writes: int
-    source: str
-
-
-def c_of_tables(
-    name: str,
-    inputs: int,
-    rows: int,
-    tables: Iterable[Table | Code],
-    outputs: Sequence[int],
-    last: int = 0,
-    classes: int | None = None,
-) -> str:
-    """Return C99 source that evaluates the tables in order, as described in `Circuit.to_c`.
-
-    The code's memory (see `Table`) has `rows` rows. The first rows hold the inputs. The others are 0 at first.
-    Output i is in row `last + outputs[i]`.
-    """
-    functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
-    for i, table in enumerate(tables):
-        values = [f"values + block * {row}" if row else "values" for row in (table.reads, table.writes)]
-        if isinstance(table, Code):
-            constants.append(table.source)
-            calls.append(f"  {table.function}({', '.join(values)});")
-            continue
-        function, _, _, gates = table
+        They read the rows `reads + a` and `reads + b`, and write the row `writes + y`.
+        """
+        name, table = self.name, f"{self.name}_table{len(self._definitions)}"
         expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
-        functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
+        self._functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
         lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
-        constants.append(f"static const {name}_gate {name}_table{i}[] = {{\n{lines}}};")
-        calls.append(f"  {name}_function{function}({name}_table{i}, {len(gates)}, {', '.join(values)});")
-        highest = max(highest, int(gates.max()))
-    sizes = dict(name=name, inputs=inputs, outputs=len(outputs), rows=rows, last=last)
-    wire = "uint16_t" if highest < 2**16 else "uint32_t"
-    source = _C_SOURCE.substitute(
-        sizes,
-        wire=wire,
-        functions="\n".join(functions[function] for function in sorted(functions)),
-        tables="\n".join(constants),
-        calls="\n".join(calls),
-        output_rows=", ".join(map(str, outputs)),
-    )
-    if classes is None:
-        return source
-    group = len(outputs) // classes
-    return source + _C_CLASSIFY.substitute(
-        sizes,
-        wire=wire,
-        classes=classes,
-        last_class=classes - 1,
-        group=group,
-        planes=group.bit_length(),
-        digits=max(1, (classes - 1).bit_length()),
-    )
+        definition = f"static const {name}_gate {table}[] = {{\n{lines}}};"
+        self.add_call(definition, f"{name}_function{function}", table, str(len(gates)), reads=reads, writes=writes)
+        if gates.max() >= 2**16:
+            self._wire = "uint32_t"
+
+    def add_call(self, definition: str, function: str, *arguments: str, reads: int, writes: int) -> None:
+        """Add a definition and a call. The last two arguments of the call are the rows `reads` and `writes`."""
+        rows = (f"values + block * {row}" if row else "values" for row in (reads, writes))
+        self._definitions.append(definition)
+        self._calls.append(f"  {function}({', '.join([*arguments, *rows])});")
+
+    def text(self, inputs: int, outputs: Sequence[int], rows: int, classes: int | None) -> str:
+        """Return the source described in `BitCircuit.to_c`. `outputs` has the row of each output."""
+        sizes = dict(name=self.name, inputs=inputs, outputs=len(outputs), rows=rows)
+        source = _C_SOURCE.substitute(
+            sizes,
+            wire=self._wire,
+            functions="\n".join(self._functions[function] for function in sorted(self._functions)),
+            definitions="\n".join(self._definitions),
+            calls="\n".join(self._calls),
+            output_rows=", ".join(map(str, outputs)),
+        )
+        if classes is None:
+            return source
+        group = len(outputs) // classes
+        return source + _C_CLASSIFY.substitute(
+            sizes,
+            classes=classes,
+            last_class=classes - 1,
+            group=group,
+            planes=group.bit_length(),
+            digits=max(1, (classes - 1).bit_length()),
+        )
 
 
-def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
+def verilog_module(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
     clock = ["  input wire clock,"] if clocked else []
     ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
     return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

@@ -13,7 +13,7 @@ from jaxbp.logic.circuits.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuits.netlist import GateList
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops.automaton_rollout import Logits, automaton_rollout
-from jaxbp.logic.wires.automaton_wires import CENTRE, NEIGHBOURHOOD, Automaton
+from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD, Automaton
 from jaxbp.pairing import Implementation
 from jaxbp.training.checkpointing import Memory
 
@@ -102,7 +102,7 @@ class LogicAutomaton(nnx.Module):
         """Return the circuit in which each gate computes its most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
-        inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
+        inputs = np.arange(NEIGHBORHOOD * channels).reshape(NEIGHBORHOOD, channels, 1)
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
@@ -110,10 +110,10 @@ class LogicAutomaton(nnx.Module):
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)
 
-        perceived = np.broadcast_to(inputs, (NEIGHBOURHOOD, channels, kernels))
+        perceived = np.broadcast_to(inputs, (NEIGHBORHOOD, channels, kernels))
         for logits, wires in zip(self.perception, automaton.perception, strict=True):
             perceived = layer(logits[...], wires, perceived)
-        sources = np.concatenate([inputs[CENTRE].ravel(), perceived.swapaxes(0, 1).ravel()])[:, None]
+        sources = np.concatenate([inputs[CENTER].ravel(), perceived.swapaxes(0, 1).ravel()])[:, None]
         for logits, wires in zip(self.update, automaton.update, strict=True):
             sources = layer(logits[...], wires, sources)
         return CellularCircuit(listed.netlist(sources.ravel()), channels, automaton.periodic)

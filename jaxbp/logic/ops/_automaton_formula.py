@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxbp.common.numerics import upcast
 from jaxbp.logic.ops.gate_layer import gradients_of_rows, mixed
-from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton
+from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
 UNROLL = 1
 KEEPS_ROWS = True
@@ -62,7 +62,7 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
     cells = math.prod(state.shape[1:])
     C, K, bits = automaton.channels, automaton.kernels, automaton.bits
     perceived = jnp.moveaxis(rows.reshape(bits, K, C, cells), 2, 0)
-    rows = jnp.concatenate([seen[CENTRE].reshape(C, cells), perceived.reshape(C * bits * K, cells)])
+    rows = jnp.concatenate([seen[CENTER].reshape(C, cells), perceived.reshape(C * bits * K, cells)])
     for c, wires in zip(updating, automaton.update, strict=True):
         read[1].append(rows)
         rows = mixed(c, rows[wires.a], rows[wires.b])
@@ -90,7 +90,7 @@ def tick_backward_of_rows(
         of_layer, dy = gradients_of_rows(dy, c, wires, rows)
         dc[0].insert(0, of_layer)
     dseen = dy.reshape(dy.shape[0], *dnew.shape)
-    dstate = neighborhood_backward(dseen.at[CENTRE].add(dcentre.reshape(dnew.shape)), automaton.periodic)
+    dstate = neighborhood_backward(dseen.at[CENTER].add(dcentre.reshape(dnew.shape)), automaton.periodic)
     dstate = dstate.astype(dnew.dtype)
     if fires is not None:
         dstate = dstate + jnp.where(fires, 0, dnew)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxbp.logic.ops import _automaton_formula as formula
-from jaxbp.logic.wires.automaton_wires import CENTRE, Automaton, perceived_rows
+from jaxbp.logic.wires.automaton_wires import CENTER, Automaton, perceived_rows
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import differentiable
 from pallas_kernels.core.launch import on_gpu
@@ -174,7 +174,7 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
-    inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
+    inputs = jnp.asarray(np.concatenate([CENTER * C + np.arange(C), perceived]), jnp.int32)
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
         reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
@@ -241,7 +241,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Sizes) -> Array:
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighborhood)
-    around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
+    around = [(0, 0), (CENTER * C, (8 - CENTER) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
     role, gate, channel = np.indices((2, perception[0].gates, C))

@@ -13,8 +13,8 @@ from jaxbp.common.content import ByContent
 from jaxbp.logic.wires.wires import Wires
 from pallas_kernels.logic import banks
 
-NEIGHBOURHOOD = 9
-CENTRE = 4
+NEIGHBORHOOD = 9
+CENTER = 4
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +128,7 @@ class Automaton(ByContent):
                         f"{op}: {name}[{i}] reads {wires.inputs} inputs; wants {before.gates}, the number of gates "
                         f"of {name}[{i - 1}]"
                     )
-        if perception[0].inputs != NEIGHBOURHOOD:
+        if perception[0].inputs != NEIGHBORHOOD:
             raise ValueError(
                 f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell of the neighborhood"
             )
@@ -158,9 +158,9 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
-        centre = CENTRE * channels + np.arange(channels)
+        centre = CENTER * channels + np.arange(channels)
         # The last perception layer begins at a multiple of `OCTET`.
-        first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
+        first = -(-NEIGHBORHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]
         orders = banks.orders(layers, [wires.turns for wires in update], rows)

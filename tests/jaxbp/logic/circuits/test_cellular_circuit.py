@@ -9,7 +9,6 @@ from verilog import needs_icarus, run_in_icarus
 
 from experiments.training.compiled import compiled_automaton
 from jaxbp import CellularCircuit, Netlist
-from jaxbp.logic.circuits.cellular_circuit import pack_grid, unpack_grid
 from jaxbp.logic.circuits.sources import VERILOG_WORDS
 
 SIZES = [(1, 1), (1, 2), (1, 67), (5, 1), (2, 2), (3, 63), (3, 64), (4, 65), (6, 130)]
@@ -29,20 +28,9 @@ def reference(circuit, state, periodic):
     return circuit(np.concatenate(places, axis=-1).reshape(-1, 9 * channels)).reshape(state.shape)
 
 
-@pytest.mark.parametrize("width", [1, 63, 64, 65, 130])
-def test_a_packed_state_has_64_cells_of_a_row_in_a_word_and_is_unpacked_again(width):
-    state = random_state(2, 3, width, 4)
-    words = pack_grid(state)
-    assert words.shape == (4, 2, 3, -(-width // 64)) and words.dtype == np.uint64
-    assert bool(words[3, 1, 2, (width - 1) // 64] >> np.uint64((width - 1) % 64) & np.uint64(1)) == state[1, 2, -1, 3]
-    assert np.array_equal(unpack_grid(words, width), state)
-    with pytest.raises(ValueError, match=r"^unpack_grid: width is .*; wants at most"):
-        unpack_grid(words, 64 * words.shape[-1] + 1)
-
-
 @boundaries
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_tick_is_the_circuit_of_every_neighbourhood(size, periodic):
+def test_a_tick_is_the_circuit_of_every_neighborhood(size, periodic):
     circuit = random_circuit(3, [40, 30])
     automaton, state = CellularCircuit(circuit, 3, periodic), random_state(2, *size, 3)
     for now in automaton.states(state, 5):
@@ -59,7 +47,7 @@ def test_the_game_of_life_for_300_ticks(periodic):
     assert 0 < board.sum() < 2 * 40 * 70 / 4
 
 
-def test_all_512_neighbourhoods_of_life():
+def test_all_512_neighborhoods_of_life():
     boards = (np.arange(512)[:, None] >> np.arange(9) & 1).astype(bool).reshape(512, 3, 3)
     assert np.array_equal(life(True).step(boards[..., None])[..., 0], life_step(boards, True))
 
