@@ -214,7 +214,6 @@ TESTED_ELSEWHERE = {
         f"jaxbp/logic/ops/_{name}"
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
-    "jaxbp/logic/circuits/convolution",
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, PRNGKeyArray, UInt8
 from jaxbp.common import checks
 from jaxbp.common.numerics import upcast
 
+Initialization = Literal["normal", "residual"]
 Parametrization = Literal["softmax", "input_wise", "walsh"]
 
 GATES = 16
@@ -91,7 +92,7 @@ def initial_logits(
     key: PRNGKeyArray,
     gates: int,
     *,
-    initialization: Literal["normal", "residual"] = "residual",
+    initialization: Initialization = "residual",
     parametrization: Parametrization = "softmax",
     residual_logit: float | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -107,8 +108,8 @@ def initial_logits(
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
     op = "initial_logits"
-    _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
-    _check_choice(op, "initialization", initialization, ("normal", "residual"))
+    _check_choice(op, "parametrization", parametrization, Parametrization)
+    _check_choice(op, "initialization", initialization, Initialization)
     if initialization == "normal":
         return jax.random.normal(key, (gates, PARAMETERS[parametrization]), dtype)
     if parametrization == "softmax":
@@ -174,7 +175,7 @@ def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
     """Return the variance of each gate: the sum of `r * (1 - r)` over the entries r of its relaxed truth table."""
-    _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
+    _check_choice("variance", "parametrization", parametrization, Parametrization)
     if parametrization == "softmax":
         rows = _times(jax.nn.softmax(upcast(logits)), TRUTH_TABLES)
     else:
@@ -195,7 +196,7 @@ def straight_through(
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.
     """
-    _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
+    _check_choice("straight_through", "parametrization", parametrization, Parametrization)
     hard = hard[..., None]
     if parametrization == "softmax":
         relaxed = jax.nn.softmax(upcast(logits))
@@ -243,10 +244,10 @@ def check_parameters(
     name: str = "logits",
     kernels: tuple[int, ...] = (),
 ) -> None:
-    _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
+    _check_choice(op, "parametrization", parametrization, Parametrization)
     checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 
 
 def _check_choice(op, name, value, choices):
-    if value not in choices:
-        raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(choices)}")
+    if value not in get_args(choices):
+        raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(get_args(choices))}")

@@ -1,5 +1,6 @@
 """LeNet-5 on 28 x 28 images, and a table of the tensors in a training step (docs/runs.md)."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -91,12 +92,11 @@ class LeNet(nnx.Module):
                 x, indices = conv2d_relu_max_pool2d_with_indices(
                     x, *conv.parameters(), window=2, implementation=implementation
                 )
-                keep(f"pool{i}.indices", indices)
             else:
                 x = relu(conv(x), implementation=implementation)
                 keep(f"pool{i}.input", x)  # the backward of ReLU reads it
                 x, indices = max_pool2d_with_indices(x, 2, implementation=implementation)
-                keep(f"pool{i}.indices", indices)
+            keep(f"pool{i}.indices", indices)
         return flatten(x)
 
     def _logits(self, x: Array, keep: Keep = lambda name, value: None) -> Array:
@@ -155,19 +155,13 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
     model = nnx.eval_shape(lambda: LeNet(fused=fused, dtype=dtype, rngs=nnx.Rngs(0)))
     images = jax.ShapeDtypeStruct((batch, 1, 28, 28), dtype)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    graph, state = nnx.split(model)
-    names = []
-
-    def saved_tensors(state, images, labels):
-        _, saved = lenet_saved_tensors(nnx.merge(graph, state), images, labels)
-        names.extend(saved)
-        return list(saved.values())
-
-    saved = jax.eval_shape(saved_tensors, state, images, labels)
+    # JAX sorts the keys of other dicts.
+    saved_tensors = lambda *args: collections.OrderedDict(lenet_saved_tensors(*args)[1])  # noqa: E731
+    saved = nnx.eval_shape(saved_tensors, model, images, labels)
     # Gradients between the parts of a fused op do not exist in memory.
     before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
     gradients = {}
-    for key, a in reversed(list(zip(names, saved, strict=True))):
+    for key, a in reversed(saved.items()):
         is_made = key.endswith(("logits", ".input")) and key != "conv1.input"
         if is_made and not (model._dense_fused and key in ("fc3.input", "fc2.input")):
             gradients[key] = a.shape
@@ -175,7 +169,7 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
             gradients[f"{before_relu[key]}.pre_relu"] = a.shape
     name = jnp.dtype(dtype).name
     return [
-        *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in zip(names, saved, strict=True)),
+        *(MemoryRow("saved", key, a.shape, a.dtype.name) for key, a in saved.items()),
         *(MemoryRow("activation gradient", key, shape, name) for key, shape in gradients.items()),
         *(
             MemoryRow("parameter gradient", ".".join(map(str, path)), leaf.shape, leaf.dtype.name)

@@ -4,19 +4,8 @@ docs/nnx.md lists the options for which Flax computes a call, and the difference
 """
 
 from jaxbp.nnx.activations import PReLU as PReLU
-from jaxbp.nnx.activations import elu as elu
-from jaxbp.nnx.activations import gelu as gelu
 from jaxbp.nnx.activations import glu as glu
-from jaxbp.nnx.activations import leaky_relu as leaky_relu
-from jaxbp.nnx.activations import log_softmax as log_softmax
 from jaxbp.nnx.activations import logsumexp as logsumexp
-from jaxbp.nnx.activations import relu as relu
-from jaxbp.nnx.activations import sigmoid as sigmoid
-from jaxbp.nnx.activations import silu as silu
-from jaxbp.nnx.activations import softmax as softmax
-from jaxbp.nnx.activations import softplus as softplus
-from jaxbp.nnx.activations import swish as swish
-from jaxbp.nnx.activations import tanh as tanh
 from jaxbp.nnx.conv import Conv as Conv
 from jaxbp.nnx.dropout import Dropout as Dropout
 from jaxbp.nnx.linear import Embed as Embed
@@ -28,3 +17,15 @@ from jaxbp.nnx.normalization import LayerNorm as LayerNorm
 from jaxbp.nnx.normalization import RMSNorm as RMSNorm
 from jaxbp.nnx.pooling import avg_pool as avg_pool
 from jaxbp.nnx.pooling import max_pool as max_pool
+from jaxbp.ops.pointwise.activations import elu as elu
+from jaxbp.ops.pointwise.activations import gelu as gelu
+from jaxbp.ops.pointwise.activations import leaky_relu as leaky_relu
+from jaxbp.ops.pointwise.activations import log_softmax as log_softmax
+from jaxbp.ops.pointwise.activations import relu as relu
+from jaxbp.ops.pointwise.activations import sigmoid as sigmoid
+from jaxbp.ops.pointwise.activations import silu as silu
+from jaxbp.ops.pointwise.activations import softmax as softmax
+from jaxbp.ops.pointwise.activations import softplus as softplus
+from jaxbp.ops.pointwise.activations import tanh as tanh
+
+swish = silu

@@ -13,6 +13,8 @@ class Layer:
 
     implementation: Implementation
     __signature__: ClassVar[inspect.Signature]
+    flax_only: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """Arguments for which only Flax supports other values than the default, and the default."""
 
     def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
         name = type(self).__name__
@@ -35,7 +37,13 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        return {}
+        return {name: getattr(self, name) is not default for name, default in self.flax_only}
+
+    def _promoted(self, x: Any, *names: str) -> tuple[Any, ...]:
+        """Return x and the parameters, each of which may be None, in the dtype of the computation."""
+        parameters = (getattr(self, name) for name in names)
+        arrays = (x, *(None if parameter is None else parameter[...] for parameter in parameters))
+        return self.promote_dtype(arrays, dtype=self.dtype)
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}

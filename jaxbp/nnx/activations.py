@@ -1,4 +1,4 @@
-"""Activation functions. Most are ops of jaxbp."""
+"""Activation functions of Flax that are no ops of jaxbp."""
 
 from typing import Any
 
@@ -10,21 +10,9 @@ from jax import Array
 from jaxbp.common import checks
 from jaxbp.nnx._layer import Layer, needs_flax
 from jaxbp.ops.pointwise import reductions
-from jaxbp.ops.pointwise.activations import elu as elu
-from jaxbp.ops.pointwise.activations import gelu as gelu
-from jaxbp.ops.pointwise.activations import leaky_relu as leaky_relu
-from jaxbp.ops.pointwise.activations import log_softmax as log_softmax
 from jaxbp.ops.pointwise.activations import prelu
-from jaxbp.ops.pointwise.activations import relu as relu
-from jaxbp.ops.pointwise.activations import sigmoid as sigmoid
-from jaxbp.ops.pointwise.activations import silu as silu
-from jaxbp.ops.pointwise.activations import softmax as softmax
-from jaxbp.ops.pointwise.activations import softplus as softplus
-from jaxbp.ops.pointwise.activations import tanh as tanh
 from jaxbp.ops.pointwise.gated_linear_unit import gated_linear_unit
 from jaxbp.pairing import Implementation
-
-swish = silu
 
 
 def glu(x: Any, axis: int = -1, *, implementation: Implementation = None) -> Array:

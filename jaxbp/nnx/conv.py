@@ -13,11 +13,11 @@ from jaxbp.ops.conv.conv2d import conv2d
 class Conv(Layer, nnx.Conv):
     """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`. Images are `(..., height, width, in_features)`."""
 
+    flax_only = (("conv_general_dilated", lax.conv_general_dilated), ("preferred_element_type", None))
+
     def _only_in_flax(self) -> dict[str, bool]:
         axes = len(self.kernel_size)
-        return {
-            "conv_general_dilated": self.conv_general_dilated is not lax.conv_general_dilated,
-            "preferred_element_type": self.preferred_element_type is not None,
+        return super()._only_in_flax() | {
             "input_dilation": _per_axis(self.input_dilation, axes) != (1,) * axes,
             f"{axes} spatial axes": axes not in (1, 2),
         }

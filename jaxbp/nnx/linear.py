@@ -13,21 +13,13 @@ from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softm
 class Linear(Layer, nnx.Linear):
     """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x @ kernel + bias`."""
 
-    def _only_in_flax(self) -> dict[str, bool]:
-        return {
-            "dot_general": self.dot_general is not lax.dot_general,
-            "preferred_element_type": self.preferred_element_type is not None,
-        }
+    flax_only = (("dot_general", lax.dot_general), ("preferred_element_type", None))
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
-        x, kernel, bias = self._promoted(inputs)
+        x, kernel, bias = self._promoted(inputs, "kernel", "bias")
         if self._needs_flax(x, kernel, bias, out_sharding=out_sharding is not None):
             return super().__call__(inputs, out_sharding)
         return linear(x, kernel.T, bias, precision=self.precision, implementation=self.implementation)
-
-    def _promoted(self, inputs: Any) -> tuple[Array, Array, Array | None]:
-        bias = None if self.bias is None else self.bias[...]
-        return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
 
 
 class LinearSoftmaxCrossEntropy(Linear):
@@ -71,7 +63,7 @@ class LinearSoftmaxCrossEntropy(Linear):
 
         `labels`, `where`, and the errors are as in `jaxbp.linear_softmax_cross_entropy`.
         """
-        x, kernel, bias = self._promoted(inputs)
+        x, kernel, bias = self._promoted(inputs, "kernel", "bias")
         return linear_softmax_cross_entropy(
             x,
             kernel.T,
@@ -98,7 +90,7 @@ class Embed(Layer, nnx.Embed):
         return embedding(inputs, table, implementation=self.implementation)
 
     def attend(self, query: Any, out_sharding: Any = None) -> Array:
-        x, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        x, table = self._promoted(query, "embedding")
         if self._needs_flax(x, table, out_sharding=out_sharding is not None):
             return super().attend(query, out_sharding)
         return linear(x, table, implementation=self.implementation)

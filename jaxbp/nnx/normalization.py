@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -9,84 +10,57 @@ from jaxbp.ops.norm.group_norm import group_norm
 from jaxbp.ops.norm.layer_norm import layer_norm, rms_norm
 
 
-class _Norm(Layer):
-    axis_name: Any
-    axis_index_groups: Any
+class _OverLastAxis(Layer):
+    flax_only = (("axis_name", None), ("axis_index_groups", None))
 
-    def _only_in_flax(self) -> dict[str, bool]:
-        return {
-            "axis_name": self.axis_name is not None,
-            "axis_index_groups": self.axis_index_groups is not None,
-        }
-
-    def _parameter(self, name: str) -> Array | None:
-        parameter = getattr(self, name)
-        return None if parameter is None else parameter[...]
-
-
-class _OverLastAxis(_Norm):
-    reduction_axes: Any
-    feature_axes: Any
-
-    def _over_others(self, ndim: int) -> dict[str, bool]:
-        names, ndim = ("reduction_axes", "feature_axes"), max(ndim, 1)  # the op refuses a number
-        return {name: _axes(getattr(self, name), ndim) != {ndim - 1} for name in names}
+    def _normalized(self, op: Callable, x: Any, mask: Any, *parameters: str) -> Array:
+        arrays = self._promoted(x, *parameters)
+        ndim = max(arrays[0].ndim, 1)  # the op refuses a number
+        others = {name: _axes(getattr(self, name), ndim) != {ndim - 1} for name in ("reduction_axes", "feature_axes")}
+        if self._needs_flax(*arrays, mask=mask is not None, **others):
+            return super().__call__(x, mask=mask)
+        return op(*arrays, self.epsilon, implementation=self.implementation)
 
 
 class LayerNorm(_OverLastAxis, nnx.LayerNorm):
     """`flax.nnx.LayerNorm`, computed by `jaxbp.layer_norm`. `use_fast_variance` has no effect."""
 
     def __call__(self, x: Any, *, mask: Any = None) -> Array:
-        arrays = self.promote_dtype((x, self._parameter("scale"), self._parameter("bias")), dtype=self.dtype)
-        if self._needs_flax(*arrays, mask=mask is not None, **self._over_others(arrays[0].ndim)):
-            return super().__call__(x, mask=mask)
-        return layer_norm(*arrays, self.epsilon, implementation=self.implementation)
+        return self._normalized(layer_norm, x, mask, "scale", "bias")
 
 
 class RMSNorm(_OverLastAxis, nnx.RMSNorm):
     """`flax.nnx.RMSNorm`, computed by `jaxbp.rms_norm`. `use_fast_variance` has no effect."""
 
     def __call__(self, x: Any, mask: Any = None) -> Array:
-        arrays = self.promote_dtype((x, self._parameter("scale")), dtype=self.dtype)
-        if self._needs_flax(*arrays, mask=mask is not None, **self._over_others(arrays[0].ndim)):
-            return super().__call__(x, mask)
-        return rms_norm(*arrays, self.epsilon, implementation=self.implementation)
+        return self._normalized(rms_norm, x, mask, "scale")
 
 
-class GroupNorm(_Norm, nnx.GroupNorm):
+class GroupNorm(Layer, nnx.GroupNorm):
     """`flax.nnx.GroupNorm`, computed by `jaxbp.group_norm`. `use_fast_variance` has no effect."""
 
-    def _only_in_flax(self) -> dict[str, bool]:
-        return super()._only_in_flax() | {"reduction_axes": self.reduction_axes is not None}
+    flax_only = (("axis_name", None), ("axis_index_groups", None), ("reduction_axes", None))
 
     def __call__(self, x: Any, *, mask: Any = None) -> Array:
-        arrays = self.promote_dtype((x, self._parameter("scale"), self._parameter("bias")), dtype=self.dtype)
+        arrays = self._promoted(x, "scale", "bias")
         if self._needs_flax(*arrays, mask=mask is not None):
             return super().__call__(x, mask=mask)
-        x, scale, bias = arrays
-        return group_norm(
-            x,
-            scale,
-            bias,
-            self.num_groups,
-            epsilon=self.epsilon,
-            channel_axis=-1,
-            implementation=self.implementation,
-        )
+        options = dict(epsilon=self.epsilon, channel_axis=-1, implementation=self.implementation)
+        return group_norm(*arrays, self.num_groups, **options)
 
 
-class BatchNorm(_Norm, nnx.BatchNorm):
+class BatchNorm(Layer, nnx.BatchNorm):
     """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`. The running averages keep their initial dtype."""
+
+    flax_only = (("axis_index_groups", None),)
 
     def _only_in_flax(self) -> dict[str, bool]:
         several = isinstance(self.axis, tuple | list) and len(self.axis) > 1
-        return {"axis_index_groups": self.axis_index_groups is not None, "several axes": several}
+        return super()._only_in_flax() | {"several axes": several}
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Array:
         given = self.use_running_average if use_running_average is None else use_running_average
-        variables = self.mean[...], self.var[...]
-        arrays = (x, *variables, self._parameter("scale"), self._parameter("bias"))
-        x_, _, _, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
+        x_, _, _, scale, bias = self._promoted(x, "mean", "var", "scale", "bias")
         lacking = {"mask": mask is not None, "an input without a batch axis": x_.ndim == 1}
         # If `use_running_average` is missing, Flax raises an error.
         if self._needs_flax(x_, scale, bias, **lacking) or given is None:
@@ -95,7 +69,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
             x_,
             scale,
             bias,
-            variables,
+            (self.mean[...], self.var[...]),
             use_running_average=given,
             momentum=self.momentum,
             epsilon=self.epsilon,

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -32,8 +32,7 @@ def max_pool(
       TypeError, ValueError: an argument is invalid.
       NotImplementedError: the implementation is "pallas" or "xla", and there are more than two spatial axes.
     """
-    given = inputs, window_shape, strides, padding
-    return _pool("max_pool", max_pool2d, nnx.max_pool, *given, implementation=implementation)
+    return _pool(max_pool2d, nnx.max_pool, inputs, window_shape, strides, padding, implementation)
 
 
 def avg_pool(
@@ -51,22 +50,12 @@ def avg_pool(
       count_include_pad: whether a mean includes the zeros of the padding.
       Other arguments and errors: as in `max_pool`, but the padding is filled with 0 instead of -inf.
     """
-    given, options = (inputs, window_shape, strides, padding), dict(count_include_pad=count_include_pad)
-    return _pool("avg_pool", avg_pool2d, nnx.avg_pool, *given, implementation=implementation, **options)
+    options = dict(count_include_pad=count_include_pad)
+    return _pool(avg_pool2d, nnx.avg_pool, inputs, window_shape, strides, padding, implementation, **options)
 
 
-def _pool(
-    name: str,
-    op: Callable,
-    twin: Callable,
-    inputs: Any,
-    window_shape: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: PoolPadding,
-    *,
-    implementation: Implementation,
-    **options: bool,
-) -> Array:
+def _pool(op, twin, inputs, window_shape, strides, padding, implementation, **options) -> Array:
+    name = twin.__name__
     x, window = checks.array(name, "inputs", inputs), tuple(window_shape)
     axes = len(window)
     if needs_flax(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):

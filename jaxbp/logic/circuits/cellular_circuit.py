@@ -227,7 +227,8 @@ class CellularCircuit:
           ValueError: the state is not boolean or has a wrong shape; `ticks` is below 0; `fire_rate` is not in [0, 1];
             or `fire_rate` is below 1, but there is no seed.
         """
-        *_, last = self._run(state, ticks, fire_rate, seed)
+        for words in self._run(state, ticks, fire_rate, seed):
+            last = words
         return unpack_grid(last, state.shape[2])
 
     def states(

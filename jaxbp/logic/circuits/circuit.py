@@ -11,7 +11,7 @@ from jaxtyping import UInt8, UInt32
 
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
 from jaxbp.logic.gates import COEFFICIENTS, GATES
-from jaxbp.logic.wires.wires import Wires
+from jaxbp.logic.wires.wires import Wires, require_chain
 
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
@@ -46,19 +46,11 @@ class Circuit(BitCircuit):
         Raises:
           ValueError: there are no layers; a gate's function is not from 0 to 15; or the layers' sizes do not match.
         """
-        host = []
-        for i, (gates, wires) in enumerate(layers):
-            gates = gate_numbers(f"Circuit: layer {i}", gates, wires.gates)
-            if host and wires.inputs != host[-1][1].gates:
-                before = host[-1][1].gates
-                raise ValueError(
-                    f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the number of gates of "
-                    f"layer {i - 1}"
-                )
-            host.append((gates, wires))
+        host = tuple((gate_numbers(f"Circuit: layer {i}", g, w.gates), w) for i, (g, w) in enumerate(layers))
         if not host:
             raise ValueError("Circuit: there are no layers; wants at least one layer")
-        return cls(tuple(host))
+        require_chain("Circuit", "layer {}", [wires for _, wires in host])
+        return cls(host)
 
     def __repr__(self) -> str:
         gates = ", ".join(str(wires.gates) for _, wires in self.layers)

@@ -2,21 +2,206 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt8, UInt32
 
 from jaxbp.common import checks
-from jaxbp.logic.circuits.circuit import Circuit
-from jaxbp.logic.circuits.convolution import Convolution, sizes_text
+from jaxbp.common.content import ByContent
+from jaxbp.common.windows import output_size, window_padding
+from jaxbp.logic.circuits.circuit import Circuit, gate_numbers
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
 from jaxbp.logic.circuits.sources import VERILOG_WORDS, CSource, check_name, verilog_module
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.wires.tree_wires import TreeWires
 from jaxbp.logic.wires.wires import Wires
+
+OR = 7
+
+_C_CONVOLUTION = string.Template(r"""
+/* A kernel of convolution $i in $rows x $columns pools. */
+#define ${name}_CONVOLUTION$i(kernel, tree) \
+  static void kernel(const uint32_t *restrict x, uint32_t *restrict y) { \
+    enum { block = ${name}_block }; \
+    for (size_t r = 0; r < $rows; r++) \
+      for (size_t c = 0; c < $columns; c++) { \
+        const uint32_t *from = x + block * ($down * r + $right * c); \
+        uint32_t *to = y + block * ($width * r + c); \
+        for (size_t k = 0; k < block; k++) to[k] = $pool; \
+      } \
+  }
+$kernels
+static void ${name}_convolution$i(const uint32_t *x, uint32_t *y) {
+  enum { block = ${name}_block };
+$calls
+}
+""")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution(ByContent):
+    """A convolution whose kernels are trees of hardened gates, followed by an or-pool.
+
+    Attributes:
+      shape: channels, height, and width of the images.
+      padding: zeros before and after the rows, and before and after the columns.
+      pool: the size of the or-pool's windows, which do not overlap. Incomplete windows are dropped.
+    """
+
+    gates: UInt8[np.ndarray, "kernels gates"]
+    wires: TreeWires
+    shape: tuple[int, int, int]
+    stride: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]]
+    pool: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
+    ) -> "Convolution":
+        gates = gate_numbers(op, gates, wires.kernels, wires.gates)
+        if wires.channels != shape[0]:
+            wanted = f"{shape[0]}, the number of channels of its input"
+            raise ValueError(f"{op} reads {wires.channels} channels; wants {wanted}")
+        if unknown := options.keys() - {"stride", "padding", "pool"}:
+            wanted = "only the options stride, padding, and pool"
+            raise TypeError(f"{op} has the options {', '.join(unknown)}; wants {wanted}")
+        stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
+        padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+        places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+        if any(n < p for n, p in zip(places, pool, strict=True)):
+            found, least = _sizes(np.maximum(places, 0)), _sizes(pool)
+            raise ValueError(
+                f"{op} has an output of {found} positions; wants at least {least}, the size of the pool's window"
+            )
+        return cls(gates, wires, shape, stride, padding, pool)
+
+    @property
+    def padded_shape(self) -> tuple[int, int, int]:
+        channels, *size = self.shape
+        return (channels, *(n + sum(p) for n, p in zip(size, self.padding, strict=True)))
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
+        return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The distance between neighboring pool windows, in rows and columns of the image."""
+        return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
+
+    @property
+    def pooled(self) -> list[tuple[int, int]]:
+        """For each convolution window in a pool window, its distance `(rows, columns)`, in pixels, from the first."""
+        return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
+
+    @property
+    def placed_gates(self) -> int:
+        pool = math.prod(self.pool)
+        return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
+
+    @functools.cached_property
+    def kernels(self) -> Netlist:
+        """One netlist of all kernels. Its inputs are the bits of one convolution window, in row-major order."""
+        size = (self.shape[0], *self.wires.window)
+        listed, first = GateList(math.prod(size)), 0
+        values = np.ravel_multi_index(tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0)), size)
+        while (count := values.shape[1] // 2) > 0:
+            values = listed.add(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return listed.netlist(values[:, 0])
+
+    @functools.cached_property
+    def simplified(self) -> Netlist:
+        return self.kernels.simplify()
+
+    @property
+    def _window(self) -> tuple[np.ndarray, ...]:
+        return tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
+
+    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> UInt32[Array, "kernels rows columns words"]:
+        return self._applied(x, self.kernels.evaluate, operator.or_)
+
+    def place(self, x: Int[np.ndarray, "channels height width"], gates: GateList) -> Int[np.ndarray, "kernels ..."]:
+        """Add to `gates` one copy of the simplified kernels per convolution window, and the gates of the or-pool.
+
+        x has the source of each bit of the image (see `Netlist`). Return the sources of the pooled image's bits.
+        """
+        outside = gates.add(0, 0, 0) if any(map(any, self.padding)) else 0
+        kernels, either = functools.partial(gates.place, self.simplified), functools.partial(gates.add, OR)
+        return self._applied(x, kernels, either, outside)
+
+    def _applied(self, x: Array, kernels: Callable, either: Callable, outside: ArrayLike = 0) -> Array:
+        """Apply `kernels`, which maps windows `(inputs, rows, columns, ...)` to `(kernels, rows, columns, ...)`, to the
+        padded image, for each convolution window of every pool window. Combine these results by `either`."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        x = pad(x, ((0, 0), *self.padding, *[(0, 0)] * (x.ndim - 3)), constant_values=outside)
+        channel, row, column = (position[:, None, None] for position in self._window)
+        (_, rows, columns), (down, right) = self.output_shape, self.steps
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return functools.reduce(either, (kernels(x[channel, row + u, column + v]) for u, v in self.pooled))
+
+    def rows(self, first: int) -> Int[np.ndarray, "channels height width"]:
+        """Return the memory row of each pixel in C code, if the padded image begins in row `first`."""
+        (_, height, width), ((top, _), (left, _)) = self.shape, self.padding
+        padded = first + np.arange(math.prod(self.padded_shape)).reshape(self.padded_shape)
+        return padded[:, top : top + height, left : left + width]
+
+    def add_to(self, source: CSource, i: int, first: int, writes: Int[np.ndarray, "kernels rows columns"]) -> None:
+        """Add convolution i, which reads the padded image from row `first` on, and writes the rows `writes`."""
+        name = f"{source.name}_convolution{i}"
+        reads = np.ravel_multi_index(self._window, self.padded_shape).tolist()
+        pixels = [f"x[{source.name}_block * {row}]" for row in reads]
+        gates, results = self.simplified.statements("const uint32_t", pixels, "0", "~(uint32_t)0")
+        functions, calls = [], []
+        for k, (cone, result) in enumerate(zip(self.simplified.cones(), results, strict=True)):
+            lines = [*(gates[g] for g in cone), "(void)x;", f"return {result};"]
+            body = "\n".join(f"  {line}" for line in lines)
+            functions.append(f"static inline uint32_t {name}_tree{k}(const uint32_t *x) {{\n{body}\n}}")
+            functions.append(f"{source.name}_CONVOLUTION{i}({name}_kernel{k}, {name}_tree{k})")
+            calls.append(f"  {name}_kernel{k}(x, y + block * {writes[k, 0, 0]});")
+        (_, rows, columns), (down, right), width = self.output_shape, self.steps, self.padded_shape[2]
+        definition = _C_CONVOLUTION.substitute(
+            name=source.name,
+            i=i,
+            rows=rows,
+            columns=columns,
+            down=down * width,
+            right=right,
+            width=np.diff(writes[0, :2, 0]).sum(),
+            pool=" | ".join(f"tree(from + k + block * {u * width + v})" for u, v in self.pooled),
+            kernels="\n".join(functions),
+            calls="\n".join(calls),
+        )
+        source.add_call(definition, name, reads=first, writes=0)
+
+    def to_verilog(self, name: str, i: int) -> str:
+        """Return the modules `{name}_kernels{i}` and `{name}_convolution{i}`, which has an instance of the kernels per
+        convolution window."""
+        lines, kernels, numbers = [], f"{name}_kernels{i}", itertools.count()
+
+        def instances(windows):
+            results = np.empty((self.wires.kernels, *windows.shape[1:]), object)
+            for place in np.ndindex(windows.shape[1:]):
+                number, window = next(numbers), windows[:, *place]
+                lines.append(f"wire [{len(results) - 1}:0] found{number};")
+                lines.append(f"{kernels} window{number} (.x({{{', '.join(window[::-1])}}}), .y(found{number}));")
+                results[:, *place] = [f"found{number}[{kernel}]" for kernel in range(len(results))]
+            return results
+
+        bits = np.array([f"x[{bit}]" for bit in range(math.prod(self.shape))], object).reshape(self.shape)
+        pooled = self._applied(bits, instances, lambda a, b: a + " | " + b, "1'b0").ravel()
+        lines += [f"assign y[{bit}] = {found};" for bit, found in enumerate(pooled)]
+        convolution = verilog_module(f"{name}_convolution{i}", bits.size, pooled.size, lines)
+        return self.simplified.to_verilog(kernels) + convolution
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,11 +235,7 @@ class ConvolutionalCircuit(BitCircuit):
           ValueError: there are no convolutions; a shape, an option, or a gate's function is wrong; the layers' sizes do
             not match; or a window is larger than its input.
         """
-        shape = tuple(shape)
-        if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-            raise ValueError(
-                f"ConvolutionalCircuit: shape is {shape}; wants (channels, height, width), each at least 1"
-            )
+        shape = image_shape("ConvolutionalCircuit", shape)
         host = []
         for i, (gates, wires, *options) in enumerate(convolutions):
             host.append(Convolution.of(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
@@ -65,13 +246,13 @@ class ConvolutionalCircuit(BitCircuit):
         if layers and layers[0][1].inputs != math.prod(shape):
             raise ValueError(
                 f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
-                f"wants {math.prod(shape)}, the number of outputs of the convolutions, {sizes_text(shape)}"
+                f"wants {math.prod(shape)}, the number of outputs of the convolutions, {_sizes(shape)}"
             )
         return cls(tuple(host), Circuit.of(layers) if layers else None)
 
     def __repr__(self) -> str:
         shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
-        sizes = " -> ".join(map(sizes_text, shapes))
+        sizes = " -> ".join(map(_sizes, shapes))
         if self.head:
             sizes += f", layers of {', '.join(str(wires.gates) for _, wires in self.head.layers)} gates"
         return f"ConvolutionalCircuit({sizes})"
@@ -176,3 +357,13 @@ class ConvolutionalCircuit(BitCircuit):
             modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
         modules.append(verilog_module(name, self.inputs, self.outputs, lines, clocked=pipelined))
         return "\n".join(modules)
+
+
+def image_shape(op: str, shape: Sequence[int]) -> tuple[int, int, int]:
+    if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
+        raise ValueError(f"{op}: shape is {tuple(shape)}; wants (channels, height, width), each at least 1")
+    return tuple(shape)
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jaxbp.common.content import ByContent
 from jaxbp.logic.circuits.bits import WORD_BITS, booleans, pack_bits, unpack_bits
 from jaxbp.logic.circuits.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, CSource, check_name, verilog_module
 from jaxbp.logic.gates import GATES
+from jaxbp.logic.wires.wires import require_below
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
@@ -25,21 +27,15 @@ _LEAF = np.array([False, True])
 
 
 class BitCircuit(ByContent):
-    """Base of circuits of gates with fixed functions, which have `inputs` and `outputs`."""
+    """Base of circuits of gates with fixed functions.
 
-    inputs: Any
-    outputs: Any
+    A subclass has the attributes `inputs` and `outputs`, and the methods `evaluate(x)` and `netlist()`.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a sample, which is flattened in row-major order."""
         return (self.inputs,)
-
-    def netlist(self) -> "Netlist":
-        raise NotImplementedError
-
-    def evaluate(self, x: Any) -> Any:
-        raise NotImplementedError
 
     def __call__(self, bits: Bool[np.ndarray, "samples *shape"]) -> Bool[np.ndarray, "samples outputs"]:
         op, bits = type(self).__name__, np.asarray(bits)
@@ -134,22 +130,17 @@ class Netlist(BitCircuit):
         depth = [0] * inputs
         for i, j in zip(a.tolist(), b.tolist(), strict=True):
             depth.append(1 + max(depth[i], depth[j]))
-        return cls._sorted(int(inputs), gates.astype(np.uint8), a, b, outputs, [gates, depth[inputs:]])
-
-    @classmethod
-    def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        order = np.lexsort(keys)
-        keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
+        runs = _runs(gates, np.array(depth[inputs:], int))
+        order = np.concatenate([np.arange(0), *runs])
         now_at = np.arange(inputs + gates.size)
         now_at[inputs + order] = inputs + np.arange(gates.size)
-        starts = [0, *(1 + np.flatnonzero(np.diff(keys).any(axis=0))).tolist()] if gates.size else []
         return cls(
-            inputs=inputs,
-            gates=gates[order],
+            inputs=int(inputs),
+            gates=gates[order].astype(np.uint8),
             a=now_at[a[order]],
             b=now_at[b[order]],
             results=now_at[outputs],
-            groups=tuple(zip(starts, [*starts, gates.size][1:], strict=True)),
+            groups=tuple(itertools.pairwise(itertools.accumulate(map(len, runs), initial=0))),
         )
 
     @classmethod
@@ -229,43 +220,29 @@ class Netlist(BitCircuit):
 
     def add_to(self, source: CSource, first: int = 0) -> tuple[list[int], int]:
         # The outputs are divided into blocks. One step has all gates of equal depth and function whose values are first
-        # needed for the same block.
-        netlist = self._by_outputs()
-        row, rows = netlist._rows()
-        numbers = np.stack([row[self.inputs :] - self.inputs, row[netlist.a], row[netlist.b]], axis=1)
-        for begin, end in netlist.groups:
-            source.add_gates(int(netlist.gates[begin]), first, first + self.inputs, numbers[begin:end])
-        return (first + row[netlist.results]).tolist(), first + rows
-
-    def _by_outputs(self) -> "Netlist":
-        blocks = max(1, len(self) // GATES_AT_A_TIME)
-        block = np.full(self.inputs + len(self), blocks)
+        # needed for the same block. A row is used again after the last step that reads it.
+        inputs, blocks = self.inputs, max(1, len(self) // GATES_AT_A_TIME)
+        block = np.full(inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
         for begin, end in reversed(self.groups):
             for sources in (self.a, self.b):
-                np.minimum.at(block, sources[begin:end], block[self.inputs + begin : self.inputs + end])
-        depth = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
-        keys = [depth, block[self.inputs :]]
-        return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
+                np.minimum.at(block, sources[begin:end], block[inputs + begin : inputs + end])
+        group = np.repeat(np.arange(len(self.groups)), [end - begin for begin, end in self.groups])
+        steps = _runs(group, block[inputs:])
 
-    def _rows(self) -> tuple[np.ndarray, int]:
-        last_read = np.zeros(self.inputs + len(self), int)
-        for group, (begin, end) in enumerate(self.groups):
-            last_read[self.inputs + begin : self.inputs + end] = group
-            last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
-        last_read[: self.inputs] = last_read[self.results] = len(self.groups)
-        read_last_by = [[] for _ in range(len(self.groups) + 1)]
-        for source, group in enumerate(last_read.tolist()):
-            read_last_by[group].append(source)
-        row, rows, free = np.arange(self.inputs + len(self)), self.inputs, []
-        for (begin, end), last in zip(self.groups, read_last_by[:-1], strict=True):
-            for source in range(self.inputs + begin, self.inputs + end):
-                if not free:
-                    free.append(rows)
-                    rows += 1
-                row[source] = free.pop()
-            free.extend(row[last].tolist())
-        return row, rows
+        last = np.full(inputs + len(self), len(steps))  # the last step that reads each source
+        for i, step in enumerate(steps):
+            last[inputs + step] = last[self.a[step]] = last[self.b[step]] = i
+        last[:inputs] = last[self.results] = len(steps)
+        counts = np.bincount(last, minlength=len(steps) + 1)
+        read_last_by = np.split(np.argsort(last, kind="stable"), np.cumsum(counts)[:-1])
+        row, free, unused = np.arange(inputs + len(self)), [], itertools.count(inputs)
+        for step, done in zip(steps, read_last_by[:-1], strict=True):
+            row[inputs + step] = [free.pop() if free else next(unused) for _ in step]
+            numbers = np.stack([row[inputs + step] - inputs, row[self.a[step]], row[self.b[step]]], axis=1)
+            source.add_gates(int(self.gates[step[0]]), first, first + inputs, numbers)
+            free.extend(row[done].tolist())
+        return (first + row[self.results]).tolist(), first + next(unused)
 
 
 class GateList:
@@ -399,6 +376,13 @@ class _Builder:
         return Netlist.from_gates(self.inputs, functions, a, b, [source_of[literal] for literal in outputs])
 
 
+def _runs(*keys: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of entries with equal keys, sorted by the last key, then by the other keys."""
+    keys = np.stack(keys)
+    order = np.lexsort(keys)
+    return np.split(order, 1 + np.flatnonzero(np.diff(keys[:, order]).any(axis=0))) if order.size else []
+
+
 def _checked(name: str, values: ArrayLike, bound: int, step: int, meaning: str) -> np.ndarray:
     """Return `values` as integers, where entry i is at least 0 and below `bound + step * i`."""
     values = np.asarray(values)
@@ -406,8 +390,5 @@ def _checked(name: str, values: ArrayLike, bound: int, step: int, meaning: str) 
         raise ValueError(
             f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a vector of integers"
         )
-    bounds = bound + step * np.arange(values.size)
-    if (wrong := np.flatnonzero((values < 0) | (values >= bounds))).size:
-        i = wrong[0]
-        raise ValueError(f"Netlist: {name}[{i}] is {values[i]}; wants at least 0 and below {bounds[i]}, {meaning}")
+    require_below("Netlist", name, values, bound + step * np.arange(values.size), meaning)
     return values.astype(np.int64)

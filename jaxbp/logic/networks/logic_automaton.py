@@ -1,5 +1,5 @@
+import functools
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import numpy as np
@@ -11,7 +11,8 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.logic import gates
 from jaxbp.logic.circuits.cellular_circuit import CellularCircuit
 from jaxbp.logic.circuits.netlist import GateList
-from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.gates import Initialization, Parametrization
+from jaxbp.logic.networks.logic_network import initial_parameters
 from jaxbp.logic.ops.automaton_rollout import Logits, automaton_rollout
 from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD, Automaton
 from jaxbp.pairing import Implementation
@@ -39,7 +40,7 @@ class LogicAutomaton(nnx.Module):
         periodic: bool,
         *,
         seed: int = 0,
-        initialization: Literal["normal", "residual"] = "residual",
+        initialization: Initialization = "residual",
         residual_logit: float | None = None,
         parametrization: Parametrization = "softmax",
         implementation: Implementation = None,
@@ -49,16 +50,8 @@ class LogicAutomaton(nnx.Module):
             channels, perception_kernels, perception_widths, update_widths, periodic, seed=seed
         )
 
-        def initial(*shape):
-            logits = gates.initial_logits(
-                rngs.params(),
-                int(np.prod(shape)),
-                initialization=initialization,
-                parametrization=parametrization,
-                residual_logit=residual_logit,
-            )
-            return nnx.Param(logits.reshape(*shape, -1))
-
+        options = dict(initialization=initialization, parametrization=parametrization, residual_logit=residual_logit)
+        initial = functools.partial(initial_parameters, rngs=rngs, **options)
         self.perception = nnx.List(initial(perception_kernels, wires.gates) for wires in automaton.perception)
         self.update = nnx.List(initial(wires.gates) for wires in automaton.update)
         self.automaton = nnx.Variable(automaton)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.windows import Padding, Size
-from jaxbp.logic.circuits.convolutional_circuit import ConvolutionalCircuit
+from jaxbp.logic.circuits.convolutional_circuit import ConvolutionalCircuit, image_shape
 from jaxbp.logic.networks.logic_network import GateOptions, Gates, LogicNetwork, Wiring, thermometer
 from jaxbp.logic.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
 from jaxbp.logic.wires.tree_wires import TreeWires
@@ -105,10 +105,7 @@ class LogicConvNetwork(nnx.Module):
         seed: int = 0,
         **options: Unpack[GateOptions],
     ):
-        if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-            raise ValueError(
-                f"LogicConvNetwork: shape is {tuple(shape)}; wants (channels, height, width), each at least 1"
-            )
+        self.shape = image_shape("LogicConvNetwork", shape)
         if not convolutions:
             raise ValueError(
                 "LogicConvNetwork: convolutions is empty; wants at least one convolution. Without convolutions, use "
@@ -123,7 +120,7 @@ class LogicConvNetwork(nnx.Module):
             wires = TreeWires.random(channels, kernels, window, **reads)
             layers.append(LogicConv2d(wires, stride=stride, padding=padding, pool=pool, **options))
             channels = kernels
-        self.shape, self.convolutions = tuple(shape), nnx.List(layers)
+        self.convolutions = nnx.List(layers)
         values = jax.eval_shape(self._convolved, jnp.zeros((1, *shape))).size
         self.head = LogicNetwork(values, widths, classes, tau=tau, wiring=wiring, seed=seed + len(layers), **options)
 

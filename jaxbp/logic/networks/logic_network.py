@@ -1,6 +1,6 @@
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 
 from jaxbp.common.checks import AnyArray
 from jaxbp.logic.circuits.circuit import Circuit
-from jaxbp.logic.gates import Parametrization, check_tau, hard_logits, harden, initial_logits
+from jaxbp.logic.gates import Initialization, Parametrization, check_tau, hard_logits, harden, initial_logits
 from jaxbp.logic.ops.gate_layer import gate_layer
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import Implementation
@@ -31,12 +31,17 @@ def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -
 class GateOptions(TypedDict, total=False):
     """The keyword arguments of every layer of gates (see `LogicLayer`)."""
 
-    initialization: Literal["normal", "residual"]
+    initialization: Initialization
     parametrization: Parametrization
     residual_logit: float | None
     implementation: Implementation
     dtype: DTypeLike
     rngs: Required[nnx.Rngs]
+
+
+def initial_parameters(*shape: int, rngs: nnx.Rngs, **options: Any) -> nnx.Param:
+    """Return the logits of gates of this shape, `(*shape, parameters)`, with the options of `jaxbp.initial_logits`."""
+    return nnx.Param(initial_logits(rngs.params(), math.prod(shape), **options).reshape(*shape, -1))
 
 
 class Gates(nnx.Module):
@@ -53,8 +58,7 @@ class Gates(nnx.Module):
         rngs: nnx.Rngs,
         **initial: Any,
     ):
-        logits = initial_logits(rngs.params(), math.prod(shape), parametrization=parametrization, **initial)
-        self.logits = nnx.Param(logits.reshape(*shape, -1))
+        self.logits = initial_parameters(*shape, parametrization=parametrization, rngs=rngs, **initial)
         self.wires = nnx.Variable(wires)
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 

@@ -3,14 +3,13 @@ import itertools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int
 
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
-from jaxbp.logic.wires.wires import Wires
+from jaxbp.logic.wires.wires import Wires, constants, require_chain
 from pallas_kernels.logic import banks
 
 NEIGHBORHOOD = 9
@@ -122,12 +121,7 @@ class Automaton(ByContent):
             for i, wires in enumerate(layers):
                 if not isinstance(wires, Wires):
                     raise TypeError(f"{op}: {name}[{i}] is a {type(wires).__name__}; wants a jaxbp.Wires")
-            for i, (before, wires) in enumerate(itertools.pairwise(layers), 1):
-                if wires.inputs != before.gates:
-                    raise ValueError(
-                        f"{op}: {name}[{i}] reads {wires.inputs} inputs; wants {before.gates}, the number of gates "
-                        f"of {name}[{i - 1}]"
-                    )
+            require_chain(op, f"{name}[{{}}]", layers)
         if perception[0].inputs != NEIGHBORHOOD:
             raise ValueError(
                 f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell of the neighborhood"
@@ -158,15 +152,14 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
-        centre = CENTER * channels + np.arange(channels)
+        center = CENTER * channels + np.arange(channels)
         # The last perception layer begins at a multiple of `OCTET`.
         first = -(-NEIGHBORHOOD * channels // banks.OCTET) * banks.OCTET
-        rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
+        rows = np.concatenate([center, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]
         orders = banks.orders(layers, [wires.turns for wires in update], rows)
-    with jax.ensure_compile_time_eval():  # as in `Wires.from_pairs`
-        both = [np.concatenate(orders), np.concatenate([np.argsort(order) for order in orders])]
-        return jnp.asarray(np.stack(both), jnp.int32)
+    inverses = [np.argsort(order) for order in orders]
+    return constants(order=np.stack([np.concatenate(orders), np.concatenate(inverses)]))["order"]
 
 
 def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:

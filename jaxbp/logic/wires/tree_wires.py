@@ -1,7 +1,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -10,6 +9,7 @@ from jaxtyping import Int
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import Size
+from jaxbp.logic.wires.wires import constants, require_below
 
 
 @jax.tree_util.register_dataclass
@@ -58,35 +58,22 @@ class TreeWires(ByContent):
           TypeError: `leaves` does not contain integers.
           ValueError: `leaves` is not `(kernels, 2^depth, 3)`, or not within the channels and the window.
         """
-        channels = checks.count("TreeWires.from_leaves", "channels", channels)
-        window = checks.pair("TreeWires.from_leaves", "window", window)
+        op = "TreeWires.from_leaves"
+        channels, window = checks.count(op, "channels", channels), checks.pair(op, "window", window)
         leaves = np.asarray(leaves)
         if not np.issubdtype(leaves.dtype, np.integer):
-            raise TypeError(f"TreeWires.from_leaves: leaves has dtype {leaves.dtype}; wants integers")
+            raise TypeError(f"{op}: leaves has dtype {leaves.dtype}; wants integers")
         if leaves.ndim != 3 or leaves.shape[2] != 3 or not leaves.shape[0] or leaves.shape[1].bit_count() != 1:
-            raise ValueError(
-                f"TreeWires.from_leaves: leaves has shape {leaves.shape}; wants (kernels, leaves, 3), "
-                "where leaves is a power of two"
-            )
+            wanted = "(kernels, leaves, 3), where leaves is a power of two"
+            raise ValueError(f"{op}: leaves has shape {leaves.shape}; wants {wanted}")
         if leaves.shape[1] < 2:
-            raise ValueError(
-                "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the number of inputs of one gate"
-            )
-        bounds = np.array([channels, *window])
-        if (wrong := np.argwhere((leaves < 0) | (leaves >= bounds))).size:
-            at = tuple(wrong[0].tolist())
-            raise ValueError(
-                f"TreeWires.from_leaves: leaves[{', '.join(map(str, at))}] is {leaves[at]}; wants at least 0 and below "
-                f"{bounds[at[2]]}, the {('number of channels', 'height of the window', 'width of the window')[at[2]]}"
-            )
+            raise ValueError(f"{op}: a kernel has 1 leaf; wants at least 2, the number of inputs of one gate")
+        meanings = "the number of channels", "the height of the window", "the width of the window"
+        require_below(op, "leaves", leaves, (channels, *window), *meanings)
         read = leaves[..., 0].ravel()
-        arrays = dict(
-            leaves=leaves,
-            readers=np.argsort(read, kind="stable"),
-            reader_offsets=np.searchsorted(read, np.arange(channels + 1), sorter=np.argsort(read, kind="stable")),
-        )
-        with jax.ensure_compile_time_eval():  # as in `Wires.from_pairs`
-            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+        readers = np.argsort(read, kind="stable")
+        offsets = np.searchsorted(read, np.arange(channels + 1), sorter=readers)
+        arrays = constants(leaves=leaves, readers=readers, reader_offsets=offsets)
         return cls(**arrays, channels=channels, window=window)
 
     @classmethod

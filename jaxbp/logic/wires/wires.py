@@ -1,4 +1,6 @@
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -100,9 +102,7 @@ class Wires(ByContent):
             trail_partners=reads[along ^ 1],
             trail_places=places[left_by[np.argsort(trail)]],
         )
-        with jax.ensure_compile_time_eval():  # arrays made within jit are also usable outside
-            arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
-        return cls(**arrays, inputs=inputs, max_fan_out=int(np.diff(offsets[::2]).max()))
+        return cls(**constants(**arrays), inputs=inputs, max_fan_out=int(np.diff(offsets[::2]).max()))
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
@@ -139,7 +139,10 @@ class Wires(ByContent):
             )
         random = np.random.default_rng(seed)
         if 4 * gates > pairs:  # a random draw would seldom give a new pair
-            a, b = np.concatenate([_every_input_once(inputs, random), _every_pair_once(inputs, random)], axis=1)
+            order = random.permutation(inputs)
+            every_input = np.append(order, order[: inputs % 2]).reshape(-1, 2).T
+            every_pair = np.stack(np.triu_indices(inputs, 1))[:, random.permutation(pairs)]
+            a, b = np.concatenate([every_input, random.permuted(every_pair, axis=0)], axis=1)
             kept = np.sort(_first_of_each_pair(a, b))[:gates]
             a, b = a[kept], b[kept]
         else:
@@ -154,10 +157,10 @@ class Wires(ByContent):
 
         Each gate reads one neighbor as input a, and the center as input b. A seed shuffles the gates.
         """
-        neighbours = np.array([0, 1, 2, 3, 5, 6, 7, 8])
+        neighbors = np.array([0, 1, 2, 3, 5, 6, 7, 8])
         if seed is not None:
-            neighbours = np.random.default_rng(seed).permutation(neighbours)
-        return cls.from_pairs(neighbours, np.full(8, 4), 9)
+            neighbors = np.random.default_rng(seed).permutation(neighbors)
+        return cls.from_pairs(neighbors, np.full(8, 4), 9)
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -185,13 +188,6 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
     return np.array(left_by, np.int64), np.array(list(inputs), np.int64)
 
 
-def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    order = random.permutation(inputs)
-    if inputs % 2:
-        order = np.append(order, order[0])
-    return order.reshape(-1, 2).T
-
-
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
@@ -208,20 +204,34 @@ def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) 
             b[i], b[j] = b[j], b[i]
 
 
-def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    pairs = np.stack(np.triu_indices(inputs, 1))
-    return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
-
-
 def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
     wires = np.asarray(wires)
     if not np.issubdtype(wires.dtype, np.integer):
         raise TypeError(f"Wires.from_pairs: {name} has dtype {wires.dtype}; wants integers")
     if wires.ndim != 1:
         raise ValueError(f"Wires.from_pairs: {name} has shape {wires.shape}; wants (gates,)")
-    if (wrong := np.flatnonzero((wires < 0) | (wires >= inputs))).size:
-        raise ValueError(
-            f"Wires.from_pairs: {name}[{wrong[0]}] is {wires[wrong[0]]}; "
-            f"wants at least 0 and below {inputs}, the number of inputs"
-        )
+    require_below("Wires.from_pairs", name, wires, inputs, "the number of inputs")
     return wires.astype(np.int64)
+
+
+def require_below(op: str, name: str, values: np.ndarray, bounds: ArrayLike, *meanings: str) -> None:
+    """Require nonnegative values below `bounds`. `meanings` describes all bounds, or each bound along the last axis."""
+    bounds = np.broadcast_to(bounds, values.shape)
+    if (wrong := np.argwhere((values < 0) | (values >= bounds))).size:
+        at = tuple(wrong[0].tolist())
+        wanted = f"at least 0 and below {bounds[at]}, {meanings[at[-1] if len(meanings) > 1 else 0]}"
+        raise ValueError(f"{op}: {name}[{', '.join(map(str, at))}] is {values[at]}; wants {wanted}")
+
+
+def require_chain(op: str, layer: str, layers: Sequence[Wires]) -> None:
+    """Require that each layer reads the gates of the previous layer. `layer.format(i)` is the name of layer i."""
+    for i, (before, wires) in enumerate(itertools.pairwise(layers), 1):
+        if wires.inputs != before.gates:
+            wanted = f"{before.gates}, the number of gates of {layer.format(i - 1)}"
+            raise ValueError(f"{op}: {layer.format(i)} reads {wires.inputs} inputs; wants {wanted}")
+
+
+def constants(**arrays: ArrayLike) -> dict[str, Array]:
+    """Return int32 arrays. If they are made within `jax.jit`, they are also usable outside."""
+    with jax.ensure_compile_time_eval():
+        return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}

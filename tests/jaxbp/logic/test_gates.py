@@ -106,7 +106,7 @@ def test_normal_logits_differ_by_key(parametrization):
     assert (one != other).any() and abs(float(one.std()) - 1) < 0.05
 
 
-def test_group_sum_adds_up_neighbours():
+def test_group_sum_adds_up_neighbors():
     x = jnp.arange(12.0).reshape(2, 6)
     assert jaxbp.group_sum(x, 3, tau=2.0).tolist() == [[0.5, 2.5, 4.5], [6.5, 8.5, 10.5]]
 

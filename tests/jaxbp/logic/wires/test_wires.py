@@ -35,7 +35,7 @@ def test_the_consumers_of_an_input_are_the_gates_that_read_it(wires):
 
 
 @pytest.mark.parametrize("make", [Wires.random, Wires.unique])
-def test_the_trail_goes_over_every_gate_once_and_neighbours_share_an_input(make):
+def test_the_trail_goes_over_every_gate_once_and_neighbors_share_an_input(make):
     wires = make(50, 100, seed=0)
     gates, a, b = np.asarray(wires.trail)
     assert sorted(gates.tolist()) == list(range(100))
@@ -95,8 +95,8 @@ def test_sizes_may_be_numpys_and_do_not_overflow():
         assert pairs(wires) == pairs(make(200, 200, seed=0))
 
 
-def test_moore_wires_join_each_neighbour_to_the_centre():
-    assert pairs(Wires.moore()) == [(neighbour, 4) for neighbour in (0, 1, 2, 3, 5, 6, 7, 8)]
+def test_moore_wires_join_each_neighbor_to_the_center():
+    assert pairs(Wires.moore()) == [(neighbor, 4) for neighbor in (0, 1, 2, 3, 5, 6, 7, 8)]
     assert sorted(pairs(Wires.moore(seed=0))) == pairs(Wires.moore()) != pairs(Wires.moore(seed=0))
 
 
