@@ -136,8 +136,8 @@ class Convolution(ByContent):
         x has the source of each bit of the image (see `Netlist`). Return the sources of the pooled image's bits.
         """
         outside = gates.add(0, 0, 0) if any(map(any, self.padding)) else 0
-        kernels, either = functools.partial(gates.place, self.simplified), functools.partial(gates.add, OR)
-        return self._applied(x, kernels, either, outside)
+        copies = lambda windows: self.simplified.applied(windows, gates.add)  # noqa: E731
+        return self._applied(x, copies, functools.partial(gates.add, OR), outside)
 
     def _applied(self, x: Array, kernels: Callable, either: Callable, outside: ArrayLike = 0) -> Array:
         """Apply `kernels`, which maps windows `(inputs, rows, columns, ...)` to `(kernels, rows, columns, ...)`, to the
@@ -308,7 +308,7 @@ class ConvolutionalCircuit(BitCircuit):
         x = np.arange(self.inputs).reshape(self.shape)
         for convolution in self.convolutions:
             x = convolution.place(x, gates)
-        return gates.netlist(gates.place(self._head, x.ravel()))
+        return gates.netlist(self._head.applied(x.ravel(), gates.add))
 
     def add_to(self, source: CSource, first: int = 0) -> tuple[list[int], int]:
         # The images of the convolutions lie in the memory with their padding, one after the other. If the first image

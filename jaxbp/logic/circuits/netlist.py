@@ -1,7 +1,6 @@
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -161,6 +160,10 @@ class Netlist(BitCircuit):
         """Return the outputs for samples packed into words of any unsigned dtype, one bit per sample. A NumPy x gives a
         NumPy array."""
         self.check_words(x)
+        return self.applied(x, lambda function, a, b: FUNCTIONS[function](a, b))
+
+    def applied(self, x: Array, function: Callable[[int, Array, Array], Array]) -> Array:
+        # Computes the gates of one group by `function(number, a, b)`. x has one value per input.
         host = isinstance(x, np.ndarray)
         values = (np if host else jnp).empty((self.inputs + len(self), *x.shape[1:]), x.dtype)
 
@@ -172,7 +175,7 @@ class Netlist(BitCircuit):
 
         values = with_rows(0, x)
         for begin, end in self.groups:
-            y = FUNCTIONS[self.gates[begin]](values[self.a[begin:end]], values[self.b[begin:end]])
+            y = function(self.gates[begin], values[self.a[begin:end]], values[self.b[begin:end]])
             values = with_rows(self.inputs + begin, y)
         return values[self.results]
 
@@ -256,17 +259,6 @@ class GateList:
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
-
-    def place(
-        self, netlist: "Netlist", inputs: Int[np.ndarray, "inputs *places"]
-    ) -> Int[np.ndarray, "outputs *places"]:
-        """Add one copy of the gates of `netlist` per place. `inputs` has the sources that the copies read as inputs.
-        Return the sources of the copies' outputs."""
-        places = inputs.shape[1:]
-        new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(len(netlist), *places)
-        sources = np.concatenate([inputs, new])
-        self.add(netlist.gates.reshape(-1, *[1] * len(places)), sources[netlist.a], sources[netlist.b])
-        return sources[netlist.results]
 
     def netlist(self, outputs: ArrayLike) -> Netlist:
         functions, a, b = np.concatenate([np.empty((3, 0), int), *self.listed], axis=1)
