@@ -18,7 +18,7 @@ from rich.table import Table
 
 from experiments.output.files import write_atomically
 from jaxbp import CellularCircuit
-from jaxbp.logic.circuits.cellular_circuit import pack_grid
+from jaxbp.logic.circuits.bits import pack_grid
 from jaxbp.verify import Comparison
 from jaxbp.verify.comparison import color, printed, section
 
@@ -110,9 +110,8 @@ def _lines(circuit: CellularCircuit) -> list[str]:
         at = f"i + {channel} * PLANE{(' - STRIDE', '', ' + STRIDE')[place // 3]}"
         word = (f"x[{at}] << 1 | x[{at} - 1] >>> 31", f"x[{at}]", f"x[{at}] >>> 1 | x[{at} + 1] << 31")[place % 3]
         lines.append(f"const x{i} = {word};")
-    names = [f"x{i}" for i in range(netlist.inputs)] + [f"g{g}" for g in range(len(netlist))]
-    lines += [f"const g{g} = {gate};" for g, gate in enumerate(netlist.expressions(names, "0", "-1"))]
-    return lines + [f"y[i + {c} * PLANE] = {names[source]};" for c, source in enumerate(netlist.results.tolist())]
+    gates, results = netlist.statements("const", [f"x{i}" for i in range(netlist.inputs)], "0", "-1")
+    return lines + gates + [f"y[i + {c} * PLANE] = {result};" for c, result in enumerate(results)]
 
 
 Report = Mapping[str, Any]
