@@ -197,23 +197,12 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
 
 TESTED_ELSEWHERE = {
     # A part of a kernel, op, pair, or check is tested through it.
-    *(
-        "pallas_kernels/core/mosaic",
-        "pallas_kernels/logic/tree",
-    ),
-    *(f"pallas_kernels/logic/{name}" for name in ("backward_along_trail", "tree_windows", "trees")),
-    *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
+    "pallas_kernels/core/mosaic",
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
-    *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
-    *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
+    "pallas_kernels/logic/tree",
     "pallas_kernels/norm/row_block",
     "jaxbp/ops/_defaults",
-    *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
-    *(f"jaxbp/logic/ops/_{name}" for name in ("automaton_formula", "automaton_kernels")),
-    *(
-        f"jaxbp/logic/ops/_{name}"
-        for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
-    ),
+    *(f"jaxbp/logic/ops/_automaton_{name}" for name in ("formula", "kernels")),
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),

@@ -187,8 +187,6 @@ def _unsupported(logits, labels, where, *, label_smoothing, z_loss):
 _LOSSES_AND_STATISTICS = differentiable(
     _losses_and_statistics_kernel, _losses_and_statistics, batched("logits", "labels")
 )
-    _losses_and_statistics_kernel, _losses_and_statistics, batched("logits", "labels")
-)
 _LOGITS_GRADIENT = differentiable(
     _logits_gradient_kernel,
     _logits_gradient,

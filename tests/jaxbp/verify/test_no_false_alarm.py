@@ -23,9 +23,9 @@ from jax import lax
 
 import jaxbp
 from experiments.check import CheckConfig, check_entry
-from experiments.children import Done, in_children
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify import check
+from tests.qa.children import Done, in_children
 
 SEEDS, SCALES, DTYPES = range(10), (1.0, 1e-3, 1e3), ("float32", "bfloat16", "float16", "float64")
 X, WIDE = (3, 4), (4, 2)
