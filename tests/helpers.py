@@ -1,10 +1,9 @@
 import contextlib
 import functools
-import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import launches
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -311,15 +310,6 @@ def kernel_results(function, *arrays):
     return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
 
 
-@functools.cache
-def launches():
-    """Import docs/launches.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("launches", Path(__file__).parents[1] / "docs" / "launches.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
 """Ops that the catalogue calls with arrays of different ranks."""
 
@@ -334,10 +324,10 @@ def promoting_nothing(broadcasts=False):
 
 def assert_launches_as_recorded(name, place, dtype):
     with promoting_nothing(broadcasts=name in BROADCASTING):
-        found = launches().launches(ENTRIES[name], place, dtype)
+        found = launches.launches(ENTRIES[name], place, dtype)
     # Older versions of JAX lack kernels in TF32.
     if jax.__version_info__ >= (0, 11, 1):
-        assert found == launches().recorded()[name][dtype][place], f"run `python docs/launches.py {name}`"
+        assert found == launches.recorded()[name][dtype][place], f"run `python docs/launches.py {name}`"
 
 
 @contextlib.contextmanager

@@ -347,18 +347,18 @@ def _cuda_program(name, place, batch=2):
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
 
-RECORDED = [(name, dtype) for name, of_dtypes in launches().recorded().items() for dtype in of_dtypes]
+RECORDED = [(name, dtype) for name, of_dtypes in launches.recorded().items() for dtype in of_dtypes]
 
 
 def test_launches_are_recorded_for_every_case():
-    wanted = {entry.name: {dtype: [*entry.real] for dtype in launches().dtypes(entry)} for entry in CATALOGUE}
-    found = {name: {d: [*places] for d, places in of.items()} for name, of in launches().recorded().items()}
+    wanted = {entry.name: {dtype: [*entry.real] for dtype in launches.dtypes(entry)} for entry in CATALOGUE}
+    found = {name: {d: [*places] for d, places in of.items()} for name, of in launches.recorded().items()}
     assert found == wanted, "run `python docs/launches.py` with the names that differ"
 
 
 @pytest.mark.parametrize(("name", "dtype"), RECORDED)
 def test_pallas_launches_a_kernel_in_every_case_or_raises(name, dtype):
-    found = launches().recorded()[name][dtype]
+    found = launches.recorded()[name][dtype]
     assert [place for place, kernels in found.items() if not kernels] == []
 
 

@@ -189,7 +189,7 @@ def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(f
     assert_second_derivatives_match_differences(functions, {name: floats(a) for name, a in arrays.items()})
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(n, launches().dtypes(ENTRIES[n])[i % 2]) for i, n in enumerate(FORWARDS)])
+@pytest.mark.parametrize(("name", "dtype"), [(n, launches.dtypes(ENTRIES[n])[i % 2]) for i, n in enumerate(FORWARDS)])
 def test_pallas_launches_the_recorded_kernels_on_cuda(name, dtype):
     (place,) = ENTRIES[name].real
     assert_launches_as_recorded(name, place, dtype)
