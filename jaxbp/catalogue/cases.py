@@ -151,7 +151,7 @@ def token_case(num_embeddings: int, features: int) -> Case:
     return case_of((BATCH, features), indices, (num_embeddings, features))
 
 
-NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
+NORMALIZED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
 VOCABULARY_ROWS = (32768, 2560, 128256), (4096, 4096, 128256)
 PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
 

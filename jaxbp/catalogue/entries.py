@@ -10,7 +10,7 @@ from jaxbp.catalogue.cases import (
     LAYERS,
     LENET_TAIL,
     MAMBA,
-    NORMALISED_ROWS,
+    NORMALIZED_ROWS,
     POOL_ANY,
     PROJECTED_ROWS,
     SMOOTH,
@@ -134,14 +134,14 @@ CATALOGUE: tuple[Entry, ...] = (
     *pair_entries(
         layer_norm.layer_norm,
         case_of((2, 3, 5), (2, 3, 5), (5,), (5,)),
-        row_cases(*NORMALISED_ROWS, of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,), (hidden,))),
+        row_cases(*NORMALIZED_ROWS, of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,), (hidden,))),
         takes=slice(2),
     ),
     *pair_entries(
         layer_norm.rms_norm,
         case_of((2, 3, 5), (2, 3, 5), (5,)),
         row_cases(
-            *NORMALISED_ROWS,
+            *NORMALIZED_ROWS,
             (16384, 4096),  # cuDNN publishes times of RMSNorm for this size
             of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,)),
         ),

@@ -66,7 +66,7 @@ def _and_half(a):
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
-    "rematerialised": jax.checkpoint,
+    "rematerialized": jax.checkpoint,
     "donated": plain,  # `Trial` donates the arguments
     **dict.fromkeys(SECOND_ORDER, plain),
 }

@@ -49,10 +49,10 @@ def test_terms_that_cancel_exactly_in_autodiff_by_luck_may_leave_a_rounding():
 
 @pytest.mark.parametrize("columns", [1, 5])
 def test_a_forgotten_term_is_found_also_where_the_gradient_is_0(columns):
-    centred = lambda x: x - jnp.mean(x, axis=-1, keepdims=True)  # noqa: E731
+    centered = lambda x: x - jnp.mean(x, axis=-1, keepdims=True)  # noqa: E731
     x, dy = drawn((6, columns), (6, columns))
-    assert judged(of_one_argument(centred, lambda dy, x: centred(dy)), [x], dy) is None
-    assert "(float64)" in judged(of_one_argument(centred, lambda dy, x: dy), [x], dy)
+    assert judged(of_one_argument(centered, lambda dy, x: centered(dy)), [x], dy) is None
+    assert "(float64)" in judged(of_one_argument(centered, lambda dy, x: dy), [x], dy)
 
 
 @pytest.mark.parametrize(("dy", "found"), [(2e3, True), (8e3, False)])

@@ -83,14 +83,14 @@ def tick_backward_of_rows(
     for c, wires, rows in reversed(list(zip(updating, automaton.update, read[1], strict=True))):
         of_layer, dy = gradients_of_rows(dy, c, wires, rows)
         dc[1].insert(0, of_layer)
-    dcentre, dy = dy[: automaton.channels], dy[automaton.channels :]
+    dcenter, dy = dy[: automaton.channels], dy[automaton.channels :]
     C, K, bits = automaton.channels, automaton.kernels, automaton.bits
     dy = jnp.moveaxis(dy.reshape(C, bits, K, cells), 0, 2).reshape(bits, K, C * cells)
     for c, wires, rows in reversed(list(zip(perceiving, automaton.perception, read[0], strict=True))):
         of_layer, dy = gradients_of_rows(dy, c, wires, rows)
         dc[0].insert(0, of_layer)
     dseen = dy.reshape(dy.shape[0], *dnew.shape)
-    dstate = neighborhood_backward(dseen.at[CENTER].add(dcentre.reshape(dnew.shape)), automaton.periodic)
+    dstate = neighborhood_backward(dseen.at[CENTER].add(dcenter.reshape(dnew.shape)), automaton.periodic)
     dstate = dstate.astype(dnew.dtype)
     if fires is not None:
         dstate = dstate + jnp.where(fires, 0, dnew)

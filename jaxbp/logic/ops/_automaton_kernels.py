@@ -242,8 +242,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Sizes) -> Array:
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighborhood)
     around = [(0, 0), (CENTER * C, (8 - CENTER) * C)]
-    of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
-    parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
+    of_center = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
+    parts.append(filled(jnp.concatenate([of_sums, of_center]), sizes.inputs.lanes))
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))

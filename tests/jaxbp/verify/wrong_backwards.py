@@ -53,14 +53,14 @@ def said(row: CheckRow) -> str:
 
 
 def layer_norm(x, scale, bias):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5) * scale + bias
+    centered = x - x.mean(axis=-1, keepdims=True)
+    return centered * jax.lax.rsqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5) * scale + bias
 
 
 def normalized(x):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    inv_std = jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
-    return centred * inv_std, inv_std
+    centered = x - x.mean(axis=-1, keepdims=True)
+    inv_std = jax.lax.rsqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5)
+    return centered * inv_std, inv_std
 
 
 def layer_norm_backward(mean, dy, x, scale, bias):
@@ -327,15 +327,15 @@ def gradient_at_the_filters_channel(dy, x, w):
 
 
 def batch_norm(x):
-    centred = x - x.mean(axis=0)
-    return centred * jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5)
+    centered = x - x.mean(axis=0)
+    return centered * jax.lax.rsqrt((centered**2).mean(axis=0) + 1e-5)
 
 
 def batch_norm_dy_once(dy, x):
     """Compute `N dy - Σ dy - x̂ Σ dy x̂`, but with dy instead of N dy."""
-    centred = x - x.mean(axis=0)
-    inv_std = jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5)
-    xhat = centred * inv_std
+    centered = x - x.mean(axis=0)
+    inv_std = jax.lax.rsqrt((centered**2).mean(axis=0) + 1e-5)
+    xhat = centered * inv_std
     return inv_std / x.shape[0] * (dy - dy.sum(axis=0) - xhat * (dy * xhat).sum(axis=0))
 
 

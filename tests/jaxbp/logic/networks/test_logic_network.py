@@ -98,7 +98,7 @@ def test_a_network_learns_the_parity_of_three_bits_and_keeps_it_when_hardened():
     parity = x.sum(axis=-1).astype(jnp.int32) % 2
     network = LogicNetwork(3, [32, 32, 16], 2, wiring=Wires.random, initialization="normal", rngs=nnx.Rngs(0))
     graph, params, constants = nnx.split(network, nnx.Param, ...)
-    optimiser = optax.adam(0.1)
+    optimizer = optax.adam(0.1)
 
     @jax.jit
     def train(params):
@@ -108,10 +108,10 @@ def test_a_network_learns_the_parity_of_three_bits_and_keeps_it_when_hardened():
 
         def step(carry, _):
             params, state = carry
-            updates, state = optimiser.update(jax.grad(loss)(params), state)
+            updates, state = optimizer.update(jax.grad(loss)(params), state)
             return (optax.apply_updates(params, updates), state), None
 
-        return jax.lax.scan(step, (params, optimiser.init(params)), length=300)[0][0]
+        return jax.lax.scan(step, (params, optimizer.init(params)), length=300)[0][0]
 
     nnx.update(network, train(params))
     assert (jnp.argmax(network(x, hard=True), axis=-1) == parity).all()
