@@ -306,7 +306,9 @@ def cuda_program(function, *arrays):
 
 
 def kernel_results(function, *arrays):
-    calls = [line for line in cuda_program(function, *arrays).splitlines() if "mosaic_gpu_v2" in line]
+    with jax.numpy_dtype_promotion("strict"):
+        program = cuda_program(function, *arrays)
+    calls = [line for line in program.splitlines() if "mosaic_gpu_v2" in line]
     return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
 
 

@@ -307,6 +307,10 @@ DTYPES = {
         lambda: jaxbp.sum(zeros(3), where=zeros(3)),
         "sum: where has dtype float32; wants bool, for example `where != 0`",
     ),
+    "a mask of integers": (
+        lambda: jaxbp.softmax(zeros(3), where=zeros(3, dtype="int32")),
+        "softmax: where has dtype int32; wants bool, for example `where != 0`",
+    ),
     "an unknown option of a pool": (
         max_pool2d(strides=2),
         "max_pool2d: has no argument strides; wants only options among stride, padding, dilation, ceil_mode, "

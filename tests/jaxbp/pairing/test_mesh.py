@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
-from jaxbp.pairing.mesh import Axes, batched, mesh_of, over_devices
+from jaxbp.pairing.mesh import Axes, _sum, batched, mesh_of, over_devices
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 
@@ -90,7 +91,21 @@ def test_sums_of_half_precisions_over_devices_are_made_in_float32():
     # In bfloat16, 256 + 1 is 256.
     x = jnp.ones((8, 2), jnp.bfloat16).at[0].set(256)
     assert (run(on_mesh(x, "examples")) == 264).all()
-    assert "f32[2]" in run.lower(on_mesh(x, "examples")).compile().as_text()
+    # On a CPU, XLA itself adds bfloat16 in float32, so the program's values do not show the dtype.
+    mesh = jax.make_mesh((8,), ("examples",), axis_types=(AxisType.Auto,))
+    over_all = jax.shard_map(
+        lambda x: _sum(x, ("examples",)), mesh=mesh, in_specs=P("examples"), out_specs=P(), check_vma=False
+    )
+    assert re.search(r":f32\[1,2\] = psum", str(jax.make_jaxpr(over_all)(x)))
+
+
+def test_a_row_that_is_broadcast_to_all_examples_is_whole_on_each_device():
+    gradients = jax.jit(
+        jax.grad(lambda x, row: jnp.sum(jnp.sin(jaxbp.multiply(x, row, implementation="pallas"))), (0, 1))
+    )
+    x, row = normal((16, 4), (1, 4))
+    expected = jnp.cos(x * row) * row, jnp.sum(jnp.cos(x * row) * x, axis=0, keepdims=True)
+    assert_close(gradients(on_mesh(x, "examples"), on_mesh(row)), expected, "float32")
 
 
 def test_under_vmap_it_is_the_same(product):

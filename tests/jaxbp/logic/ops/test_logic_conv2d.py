@@ -32,7 +32,7 @@ SHARED = TreeWires.from_leaves(
     [[[0, 1, 1]] * 4, [[2, 0, 0], [2, 0, 2], [2, 2, 0], [2, 2, 2]], [[0, 1, 1], [2, 1, 1], [0, 0, 1], [0, 1, 1]]], 3, 3
 )
 GEOMETRIES = {
-    "stride and padding": dict(stride=(2, 1), padding=(1, 2)),
+    "stride and padding": dict(stride=(2, 1), padding=((2, 1), (0, 2))),
     "pool with a remainder, stride and padding": dict(pool=(2, 3), stride=(1, 2), padding=(2, 1)),
 }
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
@@ -44,7 +44,8 @@ def images(batch=3, channels=3, size=(7, 8), seed=0):
 
 def by_loops(logits, wires, x, stride=1, padding=0, pool=1):
     (s, t), (p, q), (r, c) = ((n, n) if isinstance(n, int) else n for n in (stride, padding, pool))
-    x = np.pad(np.float64(x), ((0, 0), (0, 0), (p, p), (q, q)))
+    sides = ((n, n) if isinstance(n, int) else n for n in (p, q))
+    x = np.pad(np.float64(x), ((0, 0), (0, 0), *sides))
     weights = np.asarray(jax.nn.softmax(logits), np.float64)
     sizes = [(n - w) // step + 1 for n, w, step in zip(x.shape[2:], wires.window, (s, t), strict=True)]
     values = np.empty((len(x), wires.kernels, *sizes))

@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import assert_close, in_float64, normal, relative_error
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
@@ -367,3 +367,22 @@ def test_on_a_mesh_only_sums_and_gradients_are_communicated(monkeypatch, rows, c
     )
     assert {kind for _, kind in collectives} == {"all-reduce"}
     assert sorted(re.findall(r"\[[\d,]*\]", shapes) for shapes, _ in collectives) == sorted(reduced)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
+def test_chunks_on_each_device_of_shard_map_give_the_gradients_of_the_whole(three_chunks):
+    x, w, b = arrays()
+    x, labels = jnp.concatenate([x, 2 * x]), jnp.tile(LABELS, 2)
+
+    def loss(x, w, b, labels, implementation="xla"):
+        return linear_softmax_cross_entropy(x, w, labels, b, reduction="sum", implementation=implementation)
+
+    sharded = jax.shard_map(
+        lambda *arrays: jax.lax.psum(loss(*arrays), "shard"),
+        mesh=Mesh(jax.devices()[:2], ("shard",)),
+        in_specs=(P("shard"), P(), P(), P("shard")),
+        out_specs=P(),
+    )
+    of_all = functools.partial(loss, implementation="autodiff")
+    expected = jax.grad(of_all, (0, 1, 2))(x, w, b, labels)
+    assert_close(jax.jit(jax.grad(sharded, (0, 1, 2)))(x, w, b, labels), expected, "float32")

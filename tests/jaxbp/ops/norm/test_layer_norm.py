@@ -227,3 +227,15 @@ def test_eps_may_be_a_numpy_scalar_or_a_concrete_array_but_not_a_traced_one(op, 
         jax.jit(lambda epsilon: op(*arrays, epsilon=epsilon))(0.5)
     with pytest.raises(ValueError, match=rf"^{op.__name__}: epsilon has shape \(1,\); wants a Python number$"):
         op(*arrays, epsilon=np.ones(1))
+
+
+@ours
+def test_gradients_in_half_precision_are_rounded_once(implementation):
+    dy, *arrays = (a.astype(jnp.bfloat16) for a in normal((6, 5), (6, 5), (5,), (5,)))
+
+    def gradients(implementation, dy, *arrays):
+        return jax.vjp(functools.partial(layer_norm, implementation=implementation), *arrays)[1](dy)
+
+    run, reference = (jax.jit(functools.partial(gradients, of)) for of in (implementation, "autodiff"))
+    for found, exact in zip(run(dy, *arrays), in_float64(reference, dy, *arrays), strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1.001 * 2**-8, atol=1e-5)

@@ -17,6 +17,13 @@ def test_gradients_of_a_mean_of_nothing_are_empty(loss, implementation):
     assert [g.shape for g in gradients] == [(0, 3), (0, 3)]
 
 
+@pytest.mark.parametrize("loss", [jaxbp.mean_squared_error, jaxbp.mean_absolute_error])
+def test_means_in_half_precision_are_rounded_once(loss):
+    arrays = [a.astype(jnp.float16) for a in normal((100, 2), (100, 2))]
+    wide = jax.vmap(loss)(*(a.astype(jnp.float32) for a in arrays))
+    np.testing.assert_allclose(jax.vmap(loss)(*arrays).astype(jnp.float32), wide, rtol=1.001 * 2**-11)
+
+
 @every_implementation
 def test_huber_is_half_the_square_within_delta_and_a_line_beyond(implementation):
     (error,) = normal((100,))
