@@ -1,6 +1,7 @@
 """Options of the ops. Each one occurs in a case of the catalogue, in a call of this file, or in a named test."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ENTRIES, assert_close, floats, normal, of_floats, with_floats
+from helpers import ENTRIES, assert_close, floats, is_float, normal, of_floats, with_floats
 
 import jaxbp
 from jaxbp.catalogue import CATALOGUE
@@ -294,3 +295,20 @@ def test_an_option_changes_the_program(at):
         assert any(a != b for a, b in zip(without, with_option, strict=True))
     except (ValueError, TypeError):
         pass  # the arrays fit only with the option
+
+
+@pytest.mark.parametrize("at", range(len(CALLS)), ids=lambda at: _call_name(CALLS[at]))
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_an_option_promotes_no_dtype(at, implementation):
+    op, arrays, tested, other = CALLS[at]
+    if any(isinstance(value, jax.Array) and is_float(value) for value in jax.tree.leaves(tested)):
+        return  # the option is an array of float32
+    if op == "batch_norm" and len(arrays) > 3:
+        return  # its running averages have the promoted dtype
+    half = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in floats(arrays)]
+
+    def results(values):
+        return _results(op, implementation, tested | other, with_floats(tuple(arrays), values))
+
+    with jax.numpy_dtype_promotion("strict"), contextlib.suppress(NotImplementedError):
+        jax.eval_shape(results, half)
