@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.common import checks
+from jaxbp.common import checks, numerics
 from jaxbp.common.windows import dilated, output_size
 from jaxbp.pairing import transpose
 
@@ -106,9 +106,11 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
         )
 
     def sum_columns(dy, w):
-        wide = jnp.promote_types(dy.dtype, jnp.float32)
-        multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
-        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
+        of_sums = numerics.wide(dy.dtype)
+        multiply = functools.partial(
+            _multiply_columns, w=w.astype(of_sums), groups=groups, precision=precision, **options
+        )
+        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(of_sums)).astype(dy.dtype)
 
     return convolve(dy, w) if _is_product(dy, w) else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 

@@ -45,7 +45,9 @@ def _forward_kernel(x, w, b, **options):
     if not product_pays(w, x.shape[2:], size, options["precision"]):
         return formulas.forward(x, w, b, **options)
     matrix = formulas.filter_matrix(w, x.shape[2:], size, **options)
-    y = products.formula(x.reshape(len(x), -1), matrix, precision=options["precision"], dtype=x.dtype)
+    y = products.formula(
+        x.reshape(x.shape[0], math.prod(x.shape[1:])), matrix, precision=options["precision"], dtype=x.dtype
+    )
     y = y if b is None else y + jnp.repeat(b, math.prod(size))[None]
     return y.reshape(x.shape[0], w.shape[0], *size)
 

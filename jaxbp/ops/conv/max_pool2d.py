@@ -112,7 +112,7 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
+    place = np.arange(window[0] * window[1], dtype=np.int32).reshape(1, 1, 1, window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
     N, C, P, R, Q, S = dx.shape

@@ -107,4 +107,4 @@ def _check_shapes(op, x, w, b):
 def forward_in_float32(x, w, b):
     """Return `x wᵀ + b` in x's dtype, summed in float32."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
-    return (z + b.astype(jnp.float32)).astype(x.dtype)
+    return (z + lax.broadcast_to_rank(b.astype(jnp.float32), z.ndim)).astype(x.dtype)
