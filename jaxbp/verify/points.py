@@ -169,8 +169,8 @@ def _drawn(a, random):
     # Negative integers often have a special meaning.
     numbers, others = np.unique(a[a < 0]), a[a >= 0]
     if others.size:
-        least, most = int(others.min()), int(others.max())
-        numbers = np.concatenate([numbers, (least + evenly(most - least + 1, 1024)).astype(a.dtype)])
+        least, most = others.min(), others.max()
+        numbers = np.concatenate([numbers, least + evenly(int(most) - int(least) + 1, 1024).astype(a.dtype)])
     return np.asarray(random.choice(numbers, a.shape), a.dtype)
 
 

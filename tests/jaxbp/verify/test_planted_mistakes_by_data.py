@@ -256,6 +256,12 @@ def test_other_integers_have_the_properties_of_the_data():
         assert mask.dtype == bool and mask.shape == MASK.shape
 
 
+def test_other_integers_may_be_above_the_range_of_int64():
+    hashes = np.array([2**63, 2**63 + 2, 2**63 + 4], np.uint64)
+    for (changed,) in dict(other_integers([(hashes, True)], np.random.default_rng(0))).values():
+        assert changed.dtype == np.uint64 and hashes.min() <= changed.min() <= changed.max() <= hashes.max()
+
+
 def test_integers_within_other_nodes_than_lists_and_dictionaries_stay():
     """Only the class knows which numbers fit together."""
     (_, alone), (_, not_alone) = take_apart(jnp.take, (X, {"rows": [ROWS]}, Rows(ROWS))).integers
