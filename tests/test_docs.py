@@ -317,6 +317,8 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
 def test_a_command_of_a_script_that_moved_or_is_gone_can_be_run(book):
     moved = report() | {"command": "python docs/lab/profiles.py lenet", "rows": []}
     assert "    python -m experiments.studies.profiles lenet" in book("seeds run", run=moved)
+    checked = moved | {"command": "python -m experiments.sanitize relu"}
+    assert "    python -m tests.qa.sanitize relu" in book("seeds run", run=checked)
     gone = moved | {"command": "python docs/lab/hardening.py ca-life"}
     assert "    git checkout 0123456789abcdef && python docs/lab/hardening.py ca-life" in book("seeds run", run=gone)
 

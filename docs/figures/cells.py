@@ -132,6 +132,7 @@ def day(report: Report) -> str:
 def command(report: Report) -> str:
     """Return the command that repeats a run, also if its script has moved or was deleted."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
+    moved = moved.replace("-m experiments.sanitize ", "-m tests.qa.sanitize ")
     is_gone = "docs/lab/" in moved or "experiments.studies.frozen_parameters" in moved
     return f"git checkout {report['commit']} && {moved}" if is_gone else moved
 
