@@ -281,9 +281,10 @@ def test_gradients_with_an_option_are_those_of_autodiff_also_by_the_public_backw
 def _programs(op, arrays, options):
     """Yield the program, first without its constants, and then with them."""
     function = of_floats(functools.partial(getattr(jaxbp, op), **options, implementation="xla"), arrays)
-    traced = jax.jit(function).trace(*floats(arrays))
-    yield str(traced.jaxpr)
-    yield traced.lower().as_text()
+    with jax.default_matmul_precision("default"):
+        traced = jax.jit(function).trace(*floats(arrays))
+        yield str(traced.jaxpr)
+        yield traced.lower().as_text()
 
 
 @pytest.mark.parametrize("at", range(len(CALLS)), ids=lambda at: _call_name(CALLS[at]))
