@@ -44,6 +44,56 @@ $calls
 }
 """)
 
+_VERILOG_CONVOLUTION = string.Template(r"""
+// Bit (channel * height + row) * width + column of an image is the pixel in that row and column of the channel.
+module ${name}_convolution$i (
+  input wire [$channels * $height * $width - 1:0] x,
+  output wire [$kernels * $rows * $columns - 1:0] y
+);
+  localparam CHANNELS = $channels, HEIGHT = $height, WIDTH = $width, TOP = $top, LEFT = $left;
+  localparam PADDED_HEIGHT = $padded_height, PADDED_WIDTH = $padded_width;
+  localparam WINDOW_HEIGHT = $window_height, WINDOW_WIDTH = $window_width, KERNELS = $kernels;
+  localparam ROWS = $rows, COLUMNS = $columns, POOL_ROWS = $pool_rows, POOL_COLUMNS = $pool_columns;
+  genvar channel, row, column, r, c, u, v;
+  wire [CHANNELS * PADDED_HEIGHT * PADDED_WIDTH - 1:0] padded;
+  generate
+    for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : channels
+      for (row = 0; row < PADDED_HEIGHT; row = row + 1) begin : image_rows
+        for (column = 0; column < PADDED_WIDTH; column = column + 1) begin : image_columns
+          localparam BIT = (channel * PADDED_HEIGHT + row) * PADDED_WIDTH + column;
+          if (row >= TOP && row < TOP + HEIGHT && column >= LEFT && column < LEFT + WIDTH) begin : interior
+            assign padded[BIT] = x[(channel * HEIGHT + row - TOP) * WIDTH + column - LEFT];
+          end else begin : exterior
+            assign padded[BIT] = 1'b0;
+          end
+        end
+      end
+    end
+    for (r = 0; r < ROWS; r = r + 1) begin : rows
+      for (c = 0; c < COLUMNS; c = c + 1) begin : columns
+        wire [POOL_ROWS * POOL_COLUMNS * KERNELS - 1:0] found;
+        for (u = 0; u < POOL_ROWS; u = u + 1) begin : pool_rows
+          for (v = 0; v < POOL_COLUMNS; v = v + 1) begin : pool_columns
+            localparam ROW = (r * POOL_ROWS + u) * $row_stride, COLUMN = (c * POOL_COLUMNS + v) * $column_stride;
+            wire [CHANNELS * WINDOW_HEIGHT * WINDOW_WIDTH - 1:0] window;
+            for (channel = 0; channel < CHANNELS; channel = channel + 1) begin : window_channels
+              for (row = 0; row < WINDOW_HEIGHT; row = row + 1) begin : window_rows
+                assign window[(channel * WINDOW_HEIGHT + row) * WINDOW_WIDTH +: WINDOW_WIDTH] =
+                  padded[(channel * PADDED_HEIGHT + ROW + row) * PADDED_WIDTH + COLUMN +: WINDOW_WIDTH];
+              end
+            end
+            ${name}_kernels$i kernels (.x(window), .y(found[(u * POOL_COLUMNS + v) * KERNELS +: KERNELS]));
+          end
+        end
+        for (channel = 0; channel < KERNELS; channel = channel + 1) begin : pools
+          assign y[(channel * ROWS + r) * COLUMNS + c] = $pool;
+        end
+      end
+    end
+  endgenerate
+endmodule
+""")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution(ByContent):
@@ -186,22 +236,14 @@ class Convolution(ByContent):
     def to_verilog(self, name: str, i: int) -> str:
         """Return the modules `{name}_kernels{i}` and `{name}_convolution{i}`, which has an instance of the kernels per
         convolution window."""
-        lines, kernels, numbers = [], f"{name}_kernels{i}", itertools.count()
-
-        def instances(windows):
-            results = np.empty((self.wires.kernels, *windows.shape[1:]), object)
-            for place in np.ndindex(windows.shape[1:]):
-                number, window = next(numbers), windows[:, *place]
-                lines.append(f"wire [{len(results) - 1}:0] found{number};")
-                lines.append(f"{kernels} window{number} (.x({{{', '.join(window[::-1])}}}), .y(found{number}));")
-                results[:, *place] = [f"found{number}[{kernel}]" for kernel in range(len(results))]
-            return results
-
-        bits = np.array([f"x[{bit}]" for bit in range(math.prod(self.shape))], object).reshape(self.shape)
-        pooled = self._applied(bits, instances, lambda a, b: a + " | " + b, "1'b0").ravel()
-        lines += [f"assign y[{bit}] = {found};" for bit, found in enumerate(pooled)]
-        convolution = verilog_module(f"{name}_convolution{i}", bits.size, pooled.size, lines)
-        return self.simplified.to_verilog(kernels) + convolution
+        (channels, height, width), (kernels, rows, columns) = self.shape, self.output_shape
+        (top, _), (left, _) = self.padding
+        _, padded_height, padded_width = self.padded_shape
+        window_height, window_width = self.wires.window
+        (row_stride, column_stride), (pool_rows, pool_columns) = self.stride, self.pool
+        pool = " | ".join(f"found[{place} * KERNELS + channel]" for place in range(pool_rows * pool_columns))
+        # The template uses the names of the local variables.
+        return self.simplified.to_verilog(f"{name}_kernels{i}") + _VERILOG_CONVOLUTION.substitute(locals())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -359,10 +401,11 @@ class ConvolutionalCircuit(BitCircuit):
         return "\n".join(modules)
 
 
-def image_shape(op: str, shape: Sequence[int]) -> tuple[int, int, int]:
+def image_shape(op: str, shape: Iterable[int]) -> tuple[int, int, int]:
+    shape = tuple(shape)
     if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-        raise ValueError(f"{op}: shape is {tuple(shape)}; wants (channels, height, width), each at least 1")
-    return tuple(shape)
+        raise ValueError(f"{op}: shape is {shape}; wants (channels, height, width), each at least 1")
+    return shape
 
 
 def _sizes(shape: Iterable[int]) -> str:

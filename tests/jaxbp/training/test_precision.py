@@ -158,7 +158,7 @@ def test_it_runs_in_scans_under_vmap_and_with_donated_buffers():
     )
 
 
-def test_in_a_chain_of_optax_it_is_the_plain_optimiser_and_skips_what_is_not_finite():
+def test_in_a_chain_of_optax_it_is_the_plain_optimizer_and_skips_what_is_not_finite():
     plain = optax.chain(optax.clip(1.0), optax.adam(0.1))
     optimizer = loss_scaled(plain, LossScale.create(initial=2.0**10, interval=2))
     parameters, wanted = jnp.ones(2), jnp.ones(2)

@@ -101,7 +101,7 @@ def test_one_gradient_alone_is_the_same(function, wires, skipped):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_neighbouring_gates_may_share_a_row_of_dy(function, wires):
+def test_neighboring_gates_may_share_a_row_of_dy(function, wires):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), LANES)

@@ -214,9 +214,11 @@ def test_a_pipeline_takes_a_sample_at_each_edge_and_gives_it_as_many_edges_later
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_verilog_declares_no_keyword(pipelined):
     source = re.sub(r"//.*", "", FIRST.to_verilog("net", pipelined))
+    genvars = itertools.chain(*(found.split(", ") for found in re.findall(r"genvar ([^;]*)", source)))
     instances = re.findall(r"^ *net_\w+ (\w+) \(", source, re.MULTILINE)
-    declared = {*instances, *re.findall(r"(?:(?<!end)module|\breg|\bwire)(?: \[[^]]*\])? (\w+)", source)}
-    assert {"net", "net_convolution1", "window0", "part0", "found1", "y1"} <= declared
+    declared = {*genvars, *re.findall(r"(?:begin :|(?<!end)module|\breg|\bwire)(?: \[[^]]*\])? (\w+)", source)}
+    assert {"net", "net_convolution1", "channel", "window", "pools", "y1"} <= declared and "part0" in instances
+    declared |= {*instances}
     assert not VERILOG_WORDS & declared
 
 

@@ -129,7 +129,7 @@ def test_every_parametrization_matches_native_autodiff_in_float64(parametrizatio
 
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_groups_are_sums_of_neighbouring_gates(implementation, dtype):
+def test_groups_are_sums_of_neighboring_gates(implementation, dtype):
     logits, (dy, x) = normal((6, 16))[0], (a.astype(dtype) for a in normal((2, 3), (2, 5), seed=1))
     options = dict(implementation=implementation)
 

@@ -18,7 +18,7 @@ def test_each_channel_has_mean_bias_and_the_variance_of_scale_squared(shape):
 
 
 @ours
-def test_the_gradient_has_no_part_along_what_normalising_removes(implementation):
+def test_the_gradient_has_no_part_along_what_normalizing_removes(implementation):
     # Shifting or scaling a channel does not change y.
     x, dy, scale = normal((8, 3, 5), (8, 3, 5), (3,))
     dx, _, _ = batch_norm_backward(dy, x, scale, epsilon=0.0, implementation=implementation)

@@ -34,7 +34,7 @@ def test_any_axis_may_be_the_channels(channel_axis, implementation):
 
 
 @ours
-def test_the_gradient_has_no_part_along_what_normalising_removes(implementation):
+def test_the_gradient_has_no_part_along_what_normalizing_removes(implementation):
     # Shifting or scaling a group does not change y.
     x, dy, scale = normal((3, 4, 5), (3, 4, 5), (4,))
     dx, _, _ = group_norm_backward(dy, x, scale, 2, epsilon=0.0, implementation=implementation)
