@@ -97,7 +97,7 @@ class PrintFailures:
 
 MAY_SKIP = re.compile(
     "needs a GPU|tests the message without a GPU|needs (two|four|eight) devices"
-    "|older (simulators|versions)|no kernel pays before JAX"
+    "|older (simulators|versions)|the kernel is not faster before JAX"
     "|needs (JAX's plugin for CUDA|ptxas|PyTorch and torchlogix):"
 )
 
