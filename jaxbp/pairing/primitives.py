@@ -1,4 +1,4 @@
-"""Primitives that change how JAX differentiates and batches a pair, and leave values as they are."""
+"""Primitives that change how JAX differentiates and batches a pair, and do not change values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -189,7 +189,7 @@ class _Part(NamedTuple):
       first, offset: the first row's index in shared memory, and in the layer.
       lanes: the number of rows.
       is_alone: whether these last rows are too few to divide them among warpgroups. Then all warpgroups have this part.
-      is_shared: whether each warpgroup computes one slice of a part that is alone. If not, warpgroup 0 computes all.
+      is_shared: whether each warpgroup computes one slice of a part with `is_alone`. If not, warpgroup 0 computes all.
       is_last: whether the part completes the layer.
     """
 

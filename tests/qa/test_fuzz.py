@@ -1,4 +1,4 @@
-"""Random ops against float64. A long run, with other examples than those of the test suite:
+"""Compare random ops with float64. A long run draws other examples than the test suite:
 
     FUZZ_EXAMPLES=10000 python -m pytest tests/qa/test_fuzz.py -k right
 

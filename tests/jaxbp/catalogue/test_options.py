@@ -272,7 +272,7 @@ def test_gradients_with_an_option_are_those_of_autodiff_also_by_the_public_backw
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.isinf(a), np.isinf(b)), y, y_autodiff)
     finite = functools.partial(jax.tree.map, lambda a: np.where(np.isinf(a), 0, a))
     assert_close((finite(y), gradients), (finite(y_autodiff), expected), 1e-4)
-    # With running averages, the backward is that of an affine function.
+    # With running averages, the op is affine in x, and so is its backward.
     if "use_running_average" not in options:
         assert public or op == "logic_or_pool2d"
         assert_close(public, expected[: len(public)], 1e-4)
