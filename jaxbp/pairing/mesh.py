@@ -87,6 +87,8 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
             return kernel(*arrays)
         axes = batch_axes(*arrays) if callable(batch_axes) else batch_axes
         arguments = inspect.signature(formula).bind(*arrays).arguments
+        if unknown := axes.of.keys() - arguments.keys():
+            raise ValueError(f"batch_axes: names {sorted(unknown)}; wants names among {list(arguments)}")
         if not axes.of or jnp.ndim(jax.tree.leaves(arguments[next(iter(axes.of))])[0]) <= axes.features:
             return kernel(*arrays)
         leaves, structure = jax.tree.flatten(arrays)

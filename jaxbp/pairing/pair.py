@@ -68,7 +68,8 @@ class Pair(Op[P, R]):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. If so, each call of the pair must pass the array's shape
         as the option `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
-      batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
+      batch_axes: the batch axes of `(dy, *saved)` by the names of the "xla" backward's arguments, as `Axes` (see
+        `batched`), or a function of these arrays that returns `Axes`. It implies `partitioned`.
       name, unsupported, default, partitioned, sharded_like, jit: as in `Op`.
       default_vjp: replaces `default` for `vjp`. A function gets `(dy, *arrays)`.
 

@@ -256,14 +256,14 @@ _MIN_GATES = 2**15
 docs/lab/2026-11-24-logic.md."""
 
 
-def _for_many_gates(kernel, formula):
+def _for_many_gates(kernel, formula, *batch):
     def function(*arrays):
         logits = arrays[-1]
         if math.prod(logits.shape[:-1]) < _MIN_GATES or kernel.unsupported(*arrays, table=_TABLE):
             return formula(*arrays)
         return on_gpu(functools.partial(kernel, table=_TABLE), formula, *arrays)
 
-    return differentiable(function, formula, batched("logits", "dc"))
+    return differentiable(function, formula, batched(*batch))
 
 
 _FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
@@ -275,8 +275,8 @@ _COEFFICIENTS = {
     "softmax": {
         "xla": (gates.softmax, gates.softmax_backward),
         "pallas": (
-            _for_many_gates(mixture, gates.softmax),
-            _for_many_gates(mixture_gradient, gates.softmax_backward),
+            _for_many_gates(mixture, gates.softmax, "logits"),
+            _for_many_gates(mixture_gradient, gates.softmax_backward, "logits", "dc"),
         ),
     },
     # Parametrizations without sums over the 16 functions are as fast in XLA as in a kernel.

@@ -131,7 +131,7 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
     `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default w's."""
     shape, classes, dtype = x.shape, len(w), dtype or w.dtype
     # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
-    kernel = kernel and mesh_of((x, w, labels, b)) is None
+    kernel = kernel and mesh_of((x, w, labels, b, where, dy)) is None
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
     rows = _rows_of(x, labels, where)

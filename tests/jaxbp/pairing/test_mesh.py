@@ -85,6 +85,13 @@ def test_a_device_may_need_a_multiple_of_examples(product):
         assert seen[-1] == (rows, 4)
 
 
+def test_an_unknown_argument_is_refused(product):
+    kernel, formula, _ = product
+    x, w = normal((16, 4), (4, 3))
+    with pytest.raises(ValueError, match=r"^batch_axes: names \['y'\]; wants names among \['x', 'w'\]$"):
+        over_devices(kernel, formula, batched("x", "y"))(on_mesh(x, "examples"), on_mesh(w))
+
+
 def test_sums_of_half_precisions_over_devices_are_made_in_float32():
     total = lambda x: jnp.sum(x, axis=0)  # noqa: E731
     run = jax.jit(over_devices(total, total, batched("x")))

@@ -370,6 +370,17 @@ def test_on_a_mesh_only_sums_and_gradients_are_communicated(monkeypatch, rows, c
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
+def test_no_kernel_runs_if_only_the_mask_lies_on_a_mesh():
+    x, w = normal((128, 32), (1024, 32))
+    labels, mask = jnp.zeros(128, jnp.int32), jnp.ones(128, bool)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.device_put(mask, NamedSharding(mesh, P("data")))
+    loss = lambda x, where: linear_softmax_cross_entropy(x, w, labels, where=where, implementation="pallas")  # noqa: E731
+    launches = [str(jax.jit(jax.grad(loss)).trace(x, where).jaxpr).count("launch[") for where in (mask, divided)]
+    assert launches[0] > 0 and launches[1] == 0
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 def test_chunks_on_each_device_of_shard_map_give_the_gradients_of_the_whole(three_chunks):
     x, w, b = arrays()
     x, labels = jnp.concatenate([x, 2 * x]), jnp.tile(LABELS, 2)
