@@ -66,6 +66,7 @@ def test_the_table_of_tolerances_is_the_librarys():
     ]
 
 
+@pytest.mark.any_version
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
@@ -242,8 +243,30 @@ def cells(text):
     return [line.split(" | ") for line in lines if not line.startswith("---")]
 
 
+@pytest.mark.any_version
 def test_tables_and_charts_are_those_of_the_results(tables):
     assert [name_of(path) for path in tables.stale()] == [], "run `python docs/tables.py`"
+
+
+@pytest.fixture
+def computed_in(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("computed_in")
+
+
+# The page's table has the same dtypes, which are found once per process.
+@pytest.mark.any_version
+def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in):
+    dtype = "bfloat16"
+    found = {
+        (entry.name, implementation): computed_in.found(entry.name, implementation, dtype)
+        for entry in CATALOGUE
+        for implementation in computed_in.ours(entry.name)
+    }
+    assert {op: of["sums"] for op, of in found.items() if dtype in of["sums"]} == {}
+    assert {op: of["functions"] for op, of in found.items() if dtype in of["functions"]} == {}
+    forwards = {re.sub("_with_.*|_backward.*", "", op) for (op, _), of in found.items() if dtype in of["terms"]}
+    assert forwards == computed_in.ADD_IN_HALF
 
 
 def test_every_table_of_the_book_is_one_that_can_be_made(tables):
@@ -655,25 +678,6 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     # The all-reduce takes 200 µs on two devices, and 1.75 times as long on eight. 3,325 examples per device take 19
     # times as long.
     assert line == ["a", "20,000", "1 all-reduce", "1, during 2 of 3 kernels", "350", "26,600"]
-
-
-@pytest.fixture
-def computed_in(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    return importlib.import_module("computed_in")
-
-
-def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in):
-    dtype = "bfloat16"
-    found = {
-        (entry.name, implementation): computed_in.found(entry.name, implementation, dtype)
-        for entry in CATALOGUE
-        for implementation in computed_in.ours(entry.name)
-    }
-    assert {op: of["sums"] for op, of in found.items() if dtype in of["sums"]} == {}
-    assert {op: of["functions"] for op, of in found.items() if dtype in of["functions"]} == {}
-    forwards = {re.sub("_with_.*|_backward.*", "", op) for (op, _), of in found.items() if dtype in of["terms"]}
-    assert forwards == computed_in.ADD_IN_HALF
 
 
 def test_the_walk_sees_sums_wherever_they_are(computed_in):

@@ -61,14 +61,10 @@ PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
-every_pair_of_ours = pytest.mark.parametrize(
-    ("name", "implementation"),
-    [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
-)
-"""Pairs that suffice where a transformation treats all kernels alike. Interpreted convolutions are slow."""
+TWO_KERNELS = ("layer_norm", "gate_layer")
 every_formula_and_two_kernels = pytest.mark.parametrize(
     ("name", "implementation"),
-    [(name, "xla") for name in PAIRS] + [(name, "pallas") for name in ("layer_norm", "gate_layer")],
+    [(name, "xla") for name in PAIRS] + [(name, "pallas") for name in TWO_KERNELS],
 )
 """Pairs that suffice where a transformation meets the operations of each formula, but only the launch of a kernel."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
@@ -100,13 +96,16 @@ def _gradient_of_sines(name, implementation, arrays):
 
 
 @functools.cache
-def _hessian_products(name, implementation):
+def _hessian_product(name, implementation, forward):
+    """Return a program for a product with the Hessian, by forward mode or by reverse mode over reverse mode."""
+
     @jax.jit
     def run(arrays, direction):
         function, values = of_floats(op_of(name, None, implementation), arrays), floats(arrays)
         gradient = lambda *values: jax.grad(lambda v: sum(jnp.sum(jnp.sin(y)) for y in function(*v)))(values)  # noqa: E731
-        reverse = jax.vjp(gradient, *values)[1](tuple(direction))
-        return list(reverse), list(jax.jvp(gradient, values, direction)[1])
+        if forward:
+            return list(jax.jvp(gradient, values, direction)[1])
+        return list(jax.vjp(gradient, *values)[1](tuple(direction)))
 
     return run
 
@@ -128,18 +127,18 @@ def test_second_derivatives_of_kernels_match_finite_differences_of_the_gradient(
     arrays, _ = drawn(name)
     (direction,) = _directions(arrays, 1)
     ahead, behind = (_gradient_of_sines(name, "pallas", _move(arrays, direction, by)) for by in (1e-3, -1e-3))
-    products, _ = _hessian_products(name, "pallas")(arrays, direction)
+    products = _hessian_product(name, "pallas", forward=True)(arrays, direction)
     for product, a, b in zip(products, ahead, behind, strict=True):
         np.testing.assert_allclose(product, (a - b) / 2e-3, rtol=2e-2, atol=2e-2)
 
 
-@every_pair
+@pytest.mark.parametrize("name", TWO_KERNELS)
 def test_forward_over_reverse_equals_reverse_over_reverse(name):
     # The derivative of a kernel is the derivative of its formula.
     arrays, _ = drawn(name)
     (direction,) = _directions(arrays, 1)
-    reverse_over_reverse, forward_over_reverse = _hessian_products(name, "pallas")(arrays, direction)
-    assert_close(forward_over_reverse, reverse_over_reverse, "float32")
+    products = (_hessian_product(name, "pallas", forward)(arrays, direction) for forward in (True, False))
+    assert_close(*products, "float32")
 
 
 @every_pair
@@ -237,13 +236,10 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """Yield (name, implementation) of each pair, with "pallas" only where a CPU interprets the kernels quickly."""
+    """Yield one implementation per pair: "pallas" where a CPU interprets the kernels quickly, else "xla"."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
-        if name != "automaton_step":
-            yield name, place, "xla"
-        if _size(name, place) < 2**16:
-            yield name, place, "pallas"
+        yield name, place, "pallas" if _size(name, place) < 2**16 else "xla"
 
 
 def _size(name, place, batch=2):
@@ -420,7 +416,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
 
 
-@every_pair_of_ours
+@every_formula_and_two_kernels
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
@@ -472,9 +468,22 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     assert_close(gradients, reference(name, place, batch=4)[1], "float32")
 
 
+READS_OF_OTHERS = {"gate_layer", "logic_conv2d_or_pool2d", "automaton_step"}
+
+
+def _on_a_mesh():
+    """Yield each pair with its kernels, which know the axes that devices divide. XLA divides formulas: they occur if
+    they read other gates or cells, for convolutions, whose interpreted kernels are slow, and once for the other ops."""
+    for name in PAIRS:
+        if "conv2d" not in name:
+            yield name, "pallas"
+        if "conv2d" in name or name in READS_OF_OTHERS or name == "layer_norm":
+            yield name, "xla"
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@every_pair_of_ours
+@pytest.mark.parametrize(("name", "implementation"), list(_on_a_mesh()))
 def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
     # An op computes on explicit axes as on automatic axes.
     if axes == AxisType.Auto and (implementation, name) not in (("pallas", "layer_norm"), ("pallas", "gate_layer")):
@@ -503,9 +512,6 @@ def _sharded(arrays, smaller, mesh):
         return jax.device_put(a, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "examples")))
 
     return jax.tree.map(place, list(arrays), list(smaller))
-
-
-READS_OF_OTHERS = {"gate_layer", "logic_conv2d_or_pool2d", "automaton_step"}
 
 
 def _smallest_place(name):
