@@ -18,8 +18,7 @@ from rich.text import Text
 from experiments.accuracy import measure
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
 from experiments.output.results import finite, keep
-from jaxbp.catalogue import CATALOGUE, Entry
-from jaxbp.catalogue.schema import Case, FixedArgument
+from jaxbp.catalogue import CATALOGUE, Case, Entry, FixedArgument
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 from jaxbp.verify.arguments import bind, take_apart
 from jaxbp.verify.derivatives import value_and_gradients

@@ -206,7 +206,6 @@ TESTED_ELSEWHERE = {
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),
-    "jaxbp/catalogue/cases",
     # CI lacks these libraries.
     "experiments/bench/peers/torch",
 }

@@ -14,7 +14,7 @@ from jax import lax
 import jaxbp
 from experiments.bench.workloads import FOUR_COEFFICIENTS, GATE_OPERATIONS, Workload, gate_layer
 from jaxbp.catalogue import Case
-from jaxbp.catalogue.cases import CHECKERBOARD
+from jaxbp.logic.ops.automaton_rollout import CHECKERBOARD
 from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.training.optimizers import FusedOptimizer, apply, fused_adamw
@@ -211,7 +211,7 @@ def automaton_workload(size: int) -> Workload:
     The implementation can also be a function `(logits, automaton, state, steps) -> state` instead of a name.
     """
     with jax.ensure_compile_time_eval():
-        automaton = CHECKERBOARD.made()
+        automaton = CHECKERBOARD.wires
     operations = GATE_OPERATIONS * CHECKERBOARD.gates_a_cell
 
     def function(implementation, dtype):

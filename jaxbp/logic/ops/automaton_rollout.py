@@ -3,6 +3,7 @@
 The argument `backend` is a module that computes one tick, by formulas or by kernels.
 """
 
+import dataclasses
 import functools
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,13 +15,14 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyKey
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops import _automaton_formula, _automaton_kernels
 from jaxbp.logic.ops.gate_layer import COEFFICIENTS
-from jaxbp.logic.wires.automaton_wires import Automaton
+from jaxbp.logic.wires.automaton_wires import Automaton, AutomatonArgument
 from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import Axes, mesh_of
@@ -380,3 +382,23 @@ def _rounding_rate(op: str, rate: Any) -> Array | None:
     elif checks.number(op, "rounding_rate", rate, 0.0, 1.0) == 0.0:
         return None
     return jnp.asarray(rate, jnp.float32)
+
+
+CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
+
+
+def _entries(function, **options):
+
+    def at(automaton, grid, logits):
+        state = automaton.state(*grid)
+        return case_of(state.shape, logits, automaton, state, **options)
+
+    cell = AutomatonArgument(2, 1, (8, 4, 2), (4, 2))
+    # Most gates pass one input through. With random functions, the gradient would vanish.
+    passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == gates.PASS_THROUGH) for i in range(16)))
+    published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
+    small = at(cell, (BATCH, 2, 3), cell.logits())
+    return pair_entries(function, small, {"checkerboard": published}, like="automaton_step")
+
+
+ENTRIES = (*_entries(automaton_step), *_entries(automaton_rollout, steps=2))

@@ -22,11 +22,12 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import barriers, checks
+from jaxbp.common.cases import BATCH, Case, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.wires.wires import Wires
+from jaxbp.logic.wires.wires import Wires, WiresArgument
 from jaxbp.pairing import (
     Implementation,
     Op,
@@ -437,3 +438,22 @@ def _check(op, logits, wires, x, parametrization, groups):
     if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
         raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of {wires.gates}, the number of gates")
     return logits, x
+
+
+def _gate_case(inputs: int, gates: int, *dy: tuple) -> Case:
+    case = case_of(*dy, (gates, 16), WiresArgument(inputs, gates), (BATCH, inputs))
+    return dataclasses.replace(case, batch=8192)
+
+
+ENTRIES = (
+    Entry(
+        gate_layer,
+        case_of((6, 16), WiresArgument(5, 6), (2, 3, 5)),
+        {"4096->8192": _gate_case(4096, 8192), "8000->8000": _gate_case(8000, 8000)},
+    ),
+    Entry(
+        gate_layer_backward,
+        case_of((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # equally many gates read each input
+        {"4096->8192": _gate_case(4096, 8192, (BATCH, 8192))},
+    ),
+)

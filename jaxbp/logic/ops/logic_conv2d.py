@@ -3,10 +3,11 @@
 A tree of depth d reads `2^d` leaves, which are positions in a window of its input.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxbp.common import barriers, checks
+from jaxbp.common.cases import ANY_CONVOLUTION, BATCH, Argument, Case, Entry, case_of, indices_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import (
@@ -30,7 +32,7 @@ from jaxbp.common.windows import (
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops.gate_layer import COEFFICIENTS
-from jaxbp.logic.wires.tree_wires import TreeWires
+from jaxbp.logic.wires.tree_wires import TreeWires, TreeWiresArgument
 from jaxbp.ops.conv import max_pool2d
 from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
@@ -414,3 +416,44 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
             f"{op}: pool is {pool[0]} x {pool[1]}; wants at most {size[0]} x {size[1]}, the number of positions"
         )
     return logits, x, dict(stride=stride, padding=padding, pool=pool, parametrization=parametrization)
+
+
+def _tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
+    wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
+    case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
+    return dataclasses.replace(case, batch=128)
+
+
+_SMALL = (2, 3, 16), TreeWiresArgument(2, 2, (2, 2), depth=2), (2, 2, 4, 5)
+_ANY_OR_POOL = dict(pool=(2, 1), padding=(1, 0))
+_M2 = 64, 12, 192
+
+ENTRIES = (
+    *pair_entries(
+        logic_conv2d,
+        case_of((2, 2, 3, 4), *_SMALL, **ANY_CONVOLUTION),
+        {"mnist-m2": _tree_case(*_M2, (BATCH, 192, 12, 12))},
+    ),
+    Entry(
+        logic_conv2d_or_pool2d,
+        case_of(*_SMALL, **_ANY_OR_POOL),
+        {
+            "mnist-m1": _tree_case(1, 28, 64, pool=2, window=5),
+            "mnist-m2": _tree_case(*_M2, pool=2),
+            "cifar-m2": _tree_case(256, 16, 1024, pool=2),
+        },
+    ),
+    Entry(
+        logic_conv2d_or_pool2d_with_indices, case_of(*_SMALL, **_ANY_OR_POOL), {"mnist-m2": _tree_case(*_M2, pool=2)}
+    ),
+    Entry(
+        logic_conv2d_or_pool2d_backward,
+        case_of((2, 2, 2, 4), indices_of(2, 2, 2, 4, below=2), *_SMALL, **_ANY_OR_POOL),
+        {"mnist-m2": _tree_case(*_M2, (BATCH, 192, 6, 6), indices_of(BATCH, 192, 6, 6, below=4), pool=2)},
+    ),
+    Entry(
+        logic_or_pool2d,
+        case_of(Argument((1, 2, 5, 6), apart=True), pool=2),
+        {"pool1": case_of((BATCH, 64, 24, 24), pool=2)},
+    ),
+)

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import Argument, FixedArgument
 from jaxbp.common.content import ByContent
 from jaxbp.logic.wires.wires import Wires, constants, require_chain
 from pallas_kernels.logic import banks
@@ -167,3 +168,25 @@ def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:
         return Wires.unique(inputs, gates, seed)
     except ValueError as error:
         raise ValueError(f"{op}: {name} has a layer of {gates} gates that reads {inputs} inputs: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class AutomatonArgument(FixedArgument):
+    create = Automaton.create
+    channels: int
+    perception_kernels: int
+    perception_widths: tuple[int, ...]
+    update_widths: tuple[int, ...]
+    periodic: bool = True
+
+    @property
+    def gates_a_cell(self) -> int:
+        return self.channels * self.perception_kernels * sum(self.perception_widths) + sum(self.update_widths)
+
+    def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
+        kernels = self.perception_kernels
+        perception = [Argument((kernels, width, parameters), offset=offset) for width in self.perception_widths]
+        return [perception, [Argument((width, parameters), offset=offset) for width in self.update_widths]]
+
+    def state(self, *grid: int | str) -> Argument:
+        return Argument((*grid, self.channels), weights=True)

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import FixedArgument
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import Size
 from jaxbp.logic.wires.wires import constants, require_below
@@ -126,3 +127,12 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
         for kernel in np.flatnonzero(repeated):
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeWiresArgument(FixedArgument):
+    create = TreeWires.random
+    channels: int
+    kernels: int
+    window: tuple[int, int]
+    depth: int = 3

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import FixedArgument
 from jaxbp.common.content import ByContent
 
 
@@ -235,3 +236,10 @@ def constants(**arrays: ArrayLike) -> dict[str, Array]:
     """Return int32 arrays. If they are made within `jax.jit`, they are also usable outside."""
     with jax.ensure_compile_time_eval():
         return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class WiresArgument(FixedArgument):
+    create = Wires.random
+    inputs: int
+    gates: int

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import ANY_POOL, BATCH, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.common.windows import (
@@ -191,3 +192,26 @@ def global_avg_pool2d_backward(
     layout = layouts.of_images(op, channel_axis=channel_axis)
     shape = (*dy.shape, *checks.pair(op, "input_size", input_size))
     return layouts.restore(_GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape), layout)
+
+
+ENTRIES = (
+    Entry(
+        avg_pool2d,
+        case_of((1, 2, 5, 6), **ANY_POOL),
+        {"pool1": case_of((BATCH, 6, 24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(
+        avg_pool2d_backward,
+        case_of((1, 2, 3, 5), input_size=(5, 6), **ANY_POOL),
+        {"pool1": case_of((BATCH, 6, 12, 12), input_size=(24, 24), window=2)},
+        like="max_pool2d",
+    ),
+    Entry(global_avg_pool2d, case_of((2, 3, 2, 4)), {"images": case_of((BATCH, 16, 8, 8))}, like="divide"),
+    Entry(
+        global_avg_pool2d_backward,
+        case_of((2, 3), input_size=(2, 4)),
+        {"images": case_of((BATCH, 16), input_size=(8, 8))},
+        like="divide",
+    ),
+)

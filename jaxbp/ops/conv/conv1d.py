@@ -18,6 +18,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, Argument, Case, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import Padding, output_size
@@ -237,3 +238,24 @@ def _row(a):
 def _of_row(options: dict[str, Any]) -> dict[str, Any]:
     one_row = dict(stride=(1,), dilation=(1,), padding=((0, 0),))
     return options | {name: (*row, *options[name]) for name, row in one_row.items()}
+
+
+def _depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
+    x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
+    filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
+    options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
+    return Case(tuple(map(Argument, (x, x, w, (channels,)))), options, None if batch == BATCH else batch)
+
+
+# Layouts and sizes in the Mamba models with 130 million and 2.8 billion parameters.
+_MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
+
+ENTRIES = pair_entries(
+    conv1d,
+    _depthwise_case("NWC", BATCH, 6, 3),
+    {
+        "sequences": _depthwise_case("NWC", BATCH, 8, 128),
+        **{f"{layout} {'x'.join(map(str, size))}": _depthwise_case(layout, *size) for layout, *size in _MAMBA},
+    },
+    takes=slice(2),
+)

@@ -11,6 +11,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import ANY_CONVOLUTION, Entry, block_cases, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, dilated, output_size, require_fit, window_padding
@@ -367,3 +368,23 @@ def conv2d_backward_bias(
     layout = layouts.dimension_numbers(op, dimension_numbers)
     dy = layouts.arrange(op, "dy", dy, layout.out_spec, "batch", "out_channels", "out_height", "out_width")
     return _BIAS_GRADIENT(dy, implementation=implementation)
+
+
+ENTRIES = (
+    Entry(
+        conv2d,
+        case_of((2, 2, 5, 6), (3, 2, 3, 2), (3,), **ANY_CONVOLUTION),
+        block_cases("conv", lambda x, w, z, y: case_of(x, w, w[:1])),
+    ),
+    Entry(
+        conv2d_backward_input,
+        case_of((2, 3, 3, 5), (3, 2, 3, 2), input_size=(5, 6), **ANY_CONVOLUTION),
+        block_cases("conv", lambda x, w, z, y: case_of(z, w, input_size=x[2:])),
+    ),
+    Entry(
+        conv2d_backward_weights,
+        case_of((2, 3, 3, 5), (2, 2, 5, 6), filter_size=(3, 2), **ANY_CONVOLUTION),
+        block_cases("conv", lambda x, w, z, y: case_of(z, x, filter_size=w[2:])),
+    ),
+    Entry(conv2d_backward_bias, case_of((2, 3, 3, 5)), block_cases("conv", lambda x, w, z, y: case_of(z))),
+)

@@ -10,6 +10,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Integer
 
 from jaxbp.common import barriers, checks
+from jaxbp.common.cases import BATCH, Entry, block_cases, case_of, indices_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
@@ -313,3 +314,24 @@ def _options(op, x, w, b, window, stride, padding, precision):
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
     windows, _ = pool_windows(op, size, window)
     return options | dict(window=windows.window)
+
+
+_ANY = dict(window=(2, 3), padding=(1, 0))
+
+ENTRIES = (
+    Entry(
+        conv2d_relu_max_pool2d,
+        case_of((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_ANY),
+        block_cases("block", lambda x, w, z, y: case_of(x, w, w[:1], window=2)),
+    ),
+    Entry(
+        conv2d_relu_max_pool2d_with_indices,
+        case_of((1, 2, 5, 7), (3, 2, 3, 2), (3,), **_ANY),
+        {"block1": case_of((BATCH, 1, 28, 28), (6, 1, 5, 5), (6,), window=2)},
+    ),
+    Entry(
+        conv2d_relu_max_pool2d_backward,
+        case_of((1, 3, 2, 2), indices_of(1, 3, 2, 2, below=7), (1, 2, 5, 7), (3, 2, 3, 2), **_ANY),
+        block_cases("block", lambda x, w, z, y: case_of(y, indices_of(*y, below=5), x, w, window=2)),
+    ),
+)

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxbp.common import barriers, checks
+from jaxbp.common.cases import ANY_POOL, BATCH, Argument, Entry, block_cases, case_of, indices_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import limit, wide
 from jaxbp.common.windows import (
@@ -262,3 +263,26 @@ def integers(op, name, indices):
         came = f"has dtype {indices.dtype}" if hasattr(indices, "dtype") else f"is a {type(indices).__name__}"
         raise TypeError(f"{op}: {name} {came}; wants an array of integers")
     return jnp.asarray(indices)
+
+
+ENTRIES = (
+    *(
+        Entry(
+            function,
+            case_of(Argument((1, 2, 5, 6), apart=True), **ANY_POOL),
+            block_cases("pool", lambda x, w, z, y: case_of(z, window=2)),
+        )
+        for function in (max_pool2d, max_pool2d_with_indices)
+    ),
+    Entry(
+        max_pool2d_backward,
+        case_of((2, 2, 3, 5), indices_of(2, 2, 3, 5, below=6), input_size=(5, 6), **ANY_POOL),
+        {
+            **block_cases("pool", lambda x, w, z, y: case_of(y, indices_of(*y, below=4), input_size=z[2:], window=2)),
+            "overlapping": case_of(
+                *((BATCH, 16, 4, 4), indices_of(BATCH, 16, 4, 4, below=9)),
+                **dict(input_size=(8, 8), window=3, stride=2, padding=1),
+            ),
+        },
+    ),
+)

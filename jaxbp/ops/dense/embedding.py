@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, Argument, Case, case_of, pair_entries, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
@@ -192,3 +193,15 @@ def _check(op, indices, table):
     (table,) = checks.numeric(op, table=table)
     checks.shape(op, "table", table, "num_embeddings", "features")
     return indices, table
+
+
+def _token_case(num_embeddings: int, features: int) -> Case:
+    indices = Argument((BATCH,), below=num_embeddings)
+    return case_of((BATCH, features), indices, (num_embeddings, features))
+
+
+ENTRIES = pair_entries(
+    embedding,
+    case_of((2, 3, 4), Argument((2, 3), below=5), (5, 4)),
+    {"characters": _token_case(65, 384), **row_cases((32768, 128256, 2560), of=_token_case)},
+)

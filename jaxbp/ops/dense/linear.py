@@ -8,6 +8,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.ops.dense import _products as products
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair
@@ -108,3 +109,15 @@ def forward_in_float32(x, w, b):
     """Return `x wᵀ + b` in x's dtype, summed in float32."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + lax.broadcast_to_rank(b.astype(jnp.float32), z.ndim)).astype(x.dtype)
+
+
+ENTRIES = pair_entries(
+    linear,
+    case_of((2, 3, 4), (2, 3, 5), (4, 5), (4,)),
+    {
+        "fc1": case_of((BATCH, 120), (BATCH, 256), (120, 256), (120,)),
+        "fc2": case_of((BATCH, 84), (BATCH, 120), (84, 120), (84,)),
+        "fc3": case_of((BATCH, 10), (BATCH, 84), (10, 84), (10,)),
+    },
+    takes=slice(2),
+)

@@ -15,6 +15,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast_like, upcast, wide
 from jaxbp.ops._defaults import XLA_ON_GPU, fused_pair
@@ -233,3 +234,22 @@ def _product_of(op, implementation, precision, **arrays):
     precision = checks.precision(op.name, precision)
     found = op(*dy, a, b, precision=precision, implementation=implementation)
     return in_dtypes_of((arrays["a"], arrays["b"]), found) if dy else found
+
+
+_FC1 = {"fc1": case_of((BATCH, 120), (BATCH, 256), (256, 120))}
+
+ENTRIES = (
+    *pair_entries(matmul, case_of((2, 2, 3, 5), (2, 1, 3, 4), (2, 4, 5)), _FC1, like="linear"),
+    *pair_entries(dot, case_of((2, 3, 2, 5), (2, 3, 4), (2, 4, 5)), _FC1, like="linear"),
+    *pair_entries(
+        outer, case_of((6, 4), (2, 3), (4,)), {"columns": case_of((BATCH, 256), (BATCH,), (256,))}, like="divide"
+    ),
+    *pair_entries(
+        transpose,
+        case_of((4, 2, 3), (2, 3, 4), axes=(2, 0, 1)),
+        {"images": case_of((64, BATCH, 16), (BATCH, 16, 64), axes=(2, 0, 1))},
+        takes=slice(0),
+        like="relu",
+        kernel_dtypes=(),
+    ),
+)

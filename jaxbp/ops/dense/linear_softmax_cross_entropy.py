@@ -7,7 +7,7 @@ computes the gradients, and the backward multiplies them by the cotangent.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, LABELS, Argument, Case, Entry, case_of, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
@@ -334,3 +335,30 @@ def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reducti
         "precision": checks.precision(op, precision),
     }
     return (x, w, labels, b, where, *dy), options
+
+
+def _classifier_case(features: int, classes: int, *dy: tuple, bias: bool = False, **options: Any) -> Case:
+    w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
+    return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
+
+
+_VOCABULARIES = (32768, 2560, 128256), (4096, 4096, 128256)
+
+ENTRIES = (
+    Entry(
+        linear_softmax_cross_entropy,
+        case_of((2, 3, 5), (4, 5), LABELS, (4,), label_smoothing=0.1, z_loss=0.01, softcap=5.0),
+        {
+            "digits": _classifier_case(84, 10, bias=True, reduction=None),
+            **row_cases(*_VOCABULARIES, of=_classifier_case),
+        },
+    ),
+    Entry(
+        linear_softmax_cross_entropy_backward,
+        case_of((2, 3), (2, 3, 5), (4, 5), LABELS, (4,), label_smoothing=0.1, z_loss=0.01, reduction=None),
+        {
+            "digits": _classifier_case(84, 10, (BATCH,), bias=True, reduction=None),
+            **row_cases(*_VOCABULARIES, of=lambda *size: _classifier_case(*size, ())),
+        },
+    ),
+)

@@ -12,6 +12,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, DIGITS, LABELS, Argument, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.dense import _products as products
@@ -340,3 +341,21 @@ def _check(op, x, labels, layers, **dy):
         features = layers[i].shape[0]
         checks.shape(op, names[i + 1], layers[i + 1], features)
     return x, labels.astype(jnp.int32), layers, *dy
+
+
+_LAYERS = (6, 5), (6,), (4, 6), (4,)
+# With larger activations, the softmax would give one class nearly all the probability.
+_WEIGHTS = [Argument((outputs, inputs), scale=inputs**-0.5) for inputs, outputs in ((256, 120), (120, 84), (84, 10))]
+_LENET_TAIL = (BATCH, 256), DIGITS, *(a for w in _WEIGHTS for a in (w, w.shape[:1]))
+
+ENTRIES = (
+    *(
+        Entry(function, case_of((2, 3, 5), LABELS, *_LAYERS), {"fc1 to fc3": case_of(*_LENET_TAIL)})
+        for function in (mlp_softmax_cross_entropy, mlp_softmax_cross_entropy_with_classes)
+    ),
+    Entry(
+        mlp_softmax_cross_entropy_backward,
+        case_of((2, 3), (2, 3, 5), LABELS, *_LAYERS),
+        {"fc1 to fc3": case_of((BATCH,), *_LENET_TAIL)},
+    ),
+)

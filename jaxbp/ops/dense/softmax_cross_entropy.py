@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, DIGITS, Argument, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
@@ -327,3 +328,19 @@ def _check(op, logits, labels, axis, where, label_smoothing, z_loss, **dy):
         z_loss=checks.number(op, "z_loss", z_loss, 0.0),
     )
     return (classes_last(logits), labels, where, *others), options, to_axes
+
+
+_WEIGHTS = Argument((BATCH, 10), weights=True)
+
+ENTRIES = (
+    Entry(
+        softmax_cross_entropy,
+        case_of((2, 3, 5), Argument((2, 3, 5), weights=True)),
+        {"classes": case_of((BATCH, 10), DIGITS), "weights": case_of((BATCH, 10), _WEIGHTS)},
+    ),
+    Entry(
+        softmax_cross_entropy_backward,
+        case_of((2, 3), (2, 3, 5), Argument((2, 3), below=5)),
+        {"classes": case_of((BATCH,), (BATCH, 10), DIGITS), "weights": case_of((BATCH,), (BATCH, 10), _WEIGHTS)},
+    ),
+)

@@ -5,6 +5,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair, xla_and_pallas
@@ -193,3 +194,12 @@ def _check(op, epsilon, channel_axis, x, scale, bias=None, **dy):
     axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
     scale, bias = checks.scale_and_bias(op, x, (x.shape[axis],), scale, bias)
     return x, scale, bias, dict(epsilon=checks.number(op, "epsilon", epsilon, 0.0), channel_axis=axis), *dy
+
+
+ENTRIES = pair_entries(
+    batch_norm,
+    case_of((4, 3, 2), (4, 3, 2), (3,), (3,)),
+    {"images": case_of((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,))},
+    takes=slice(2),
+    like="divide",
+)

@@ -7,6 +7,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair, xla_and_pallas
@@ -138,3 +139,12 @@ def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, **dy):
 
     arrays = x, *checks.scale_and_bias(op, x, (channels,), scale, bias), *dy
     return [grouped(a) for a in arrays], dict(axis=axis, epsilon=checks.number(op, "epsilon", epsilon, 0.0))
+
+
+ENTRIES = pair_entries(
+    group_norm,
+    case_of((2, 4, 3), (2, 4, 3), (4,), (4,), num_groups=2),
+    {"images": case_of((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,), num_groups=4)},
+    takes=slice(2),
+    like="divide",
+)

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
@@ -304,3 +305,21 @@ def _check_rows(op, epsilon, x):
         epsilon = checks.number(op, "epsilon", epsilon)
     if not checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
         raise ValueError(f"{op}: epsilon is {epsilon!r}; wants a finite number of at least 0")
+
+
+_SIZES = (65536, 1024), (32768, 4096), (262144, 256)
+_PUBLISHED_SIZE = 16384, 4096  # cuDNN publishes times of RMSNorm for it
+
+ENTRIES = (
+    *pair_entries(
+        layer_norm,
+        case_of((2, 3, 5), (2, 3, 5), (5,), (5,)),
+        row_cases(*_SIZES, of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,), (hidden,))),
+        takes=slice(2),
+    ),
+    *pair_entries(
+        rms_norm,
+        case_of((2, 3, 5), (2, 3, 5), (5,)),
+        row_cases(*_SIZES, _PUBLISHED_SIZE, of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,))),
+    ),
+)

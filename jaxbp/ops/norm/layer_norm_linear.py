@@ -10,6 +10,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.ops.dense._products import parameter_gradients_in_float32
@@ -302,3 +303,16 @@ def layer_norm_linear_backward(
     b = jnp.zeros(w.shape[:1], w.dtype)
     options = dict(epsilon=float(epsilon), precision=checks.precision(op, precision), implementation=implementation)
     return in_dtypes_of(arguments, _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options))
+
+
+_SIZES = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
+
+ENTRIES = pair_entries(
+    layer_norm_linear,
+    case_of((2, 3, 4), (2, 3, 5), (5,), (5,), (4, 5), (4,)),
+    row_cases(
+        *_SIZES,
+        of=lambda hidden, out: case_of((BATCH, out), (BATCH, hidden), (hidden,), (hidden,), (out, hidden), (out,)),
+    ),
+    takes=slice(4),
+)

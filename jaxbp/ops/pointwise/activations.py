@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import barriers, checks
+from jaxbp.common.cases import APART, BATCH, SMOOTH, block_cases, case_of, hidden_entries, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
@@ -385,3 +386,32 @@ def _check(op, axis, where, **arrays):
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)
     return *dy, x, checks.mask(op, where, x.shape), checks.axes(op, axis, x.ndim)
+
+
+RELU_ENTRIES = pair_entries(
+    relu,
+    case_of((3, 7), (3, 7)),
+    {
+        **block_cases("relu", lambda x, w, z, y: case_of(z, z)),
+        "relu3": case_of((BATCH, 120), (BATCH, 120)),
+        "relu4": case_of((BATCH, 84), (BATCH, 84)),
+    },
+)
+ENTRIES = (
+    *hidden_entries(leaky_relu, APART, negative_slope=0.1),
+    *pair_entries(
+        prelu,
+        case_of((2, 3, 4), (2, 3, 4), (3, 1)),
+        {"images": case_of((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16, 1, 1))},
+        like="divide",
+    ),
+    *hidden_entries(elu, APART, alpha=0.7),
+    *hidden_entries(sigmoid, SMOOTH),
+    *hidden_entries(tanh, SMOOTH),
+    *hidden_entries(gelu, SMOOTH, approximate=False),
+    *hidden_entries(silu, SMOOTH),
+    *hidden_entries(mish, SMOOTH),
+    *hidden_entries(softplus, SMOOTH),
+    *hidden_entries(softmax, SMOOTH, place="rows", like="divide"),
+    *hidden_entries(log_softmax, SMOOTH, place="rows", like="divide"),
+)

@@ -4,6 +4,7 @@ x1 and x2 are arrays or numbers, promoted as in `jax.numpy`. A backward returns 
 the axes along which its argument is broadcast.
 """
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, SMOOTH, Argument, case_of, hidden_entries, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
@@ -221,3 +223,23 @@ def negative_backward(dy: AnyFloats, *, implementation: Implementation = None) -
     """Gradient of `negative`: `dx = -dy`."""
     (dy,) = checks.floating("negative_backward", dy=dy)
     return _NEGATIVE.vjp(dy, implementation=implementation, shape=dy.shape)
+
+
+def _entries(function, **of):
+    x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
+    rows = 2 if function is divide else 1
+    small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
+    real = case_of((BATCH, 1024), x1((BATCH, 1024)), x2((1024,)))
+    return pair_entries(function, small, {"bias": real}, like="divide")
+
+
+ENTRIES = (
+    *_entries(add),
+    *_entries(subtract),
+    *_entries(multiply),
+    *_entries(divide, x2=dict(positive=True)),
+    *_entries(power, x1=dict(positive=True)),
+    *_entries(maximum),
+    *_entries(minimum),
+    *hidden_entries(negative, SMOOTH, takes=slice(0)),
+)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxbp.common import checks
+from jaxbp.common.cases import SMOOTH, Argument, hidden_entries
 from jaxbp.common.checks import AnyFloats, AnyKey, Floats, Number
 from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.ops._defaults import fused_pair
@@ -102,3 +103,7 @@ def _check(op, name, x, key, rate, broadcast_dims):
     axes = tuple(checks.one_axis(op, "broadcast_dims", axis, x.ndim) for axis in broadcast_dims)
     array, number = (None, rate) if isinstance(rate, float) else (rate, None)
     return (x, key, array), dict(rate=number, broadcast_dims=tuple(sorted(axes)))
+
+
+_KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
+ENTRIES = hidden_entries(dropout, SMOOTH, _KEY, takes=slice(1, None), rate=0.3)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import APART, SMOOTH, Argument, hidden_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
@@ -158,3 +159,16 @@ def _bounds(op, arr, low, high):
         return {"arr": arr, **given}, None
     low = checks.number(op, "min", given.get("min", -math.inf))
     return {"arr": arr}, {"min": low, "max": checks.number(op, "max", given.get("max", math.inf), low)}
+
+
+_POSITIVE = Argument((2, 3, 4), positive=True)
+
+ENTRIES = (
+    *hidden_entries(exp, SMOOTH),
+    *hidden_entries(log, _POSITIVE),
+    *hidden_entries(sqrt, _POSITIVE),
+    *hidden_entries(abs, APART),
+    *hidden_entries(sin, SMOOTH),
+    *hidden_entries(cos, SMOOTH),
+    *hidden_entries(clip, APART, min=-1.1, max=0.5),
+)

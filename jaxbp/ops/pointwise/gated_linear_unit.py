@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyFloats, Floats
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.ops.pointwise.activations import gelu_gradient, relu_gradient, saturating, sigmoid_gradient, silu_gradient
@@ -93,3 +94,11 @@ def _check(op, gate, up, activation):
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"{op}: activation is {activation!r}; wants one of {', '.join(map(repr, _ACTIVATIONS))}")
     return activation
+
+
+ENTRIES = pair_entries(
+    gated_linear_unit,
+    case_of((2, 3, 4), (2, 3, 4), (2, 3, 4), activation="gelu"),
+    {"hidden": case_of((BATCH, 1024), (BATCH, 1024), (BATCH, 1024))},
+    like="divide",
+)

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import SMOOTH, Argument, hidden_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair, xla_and_pallas
@@ -330,3 +331,15 @@ def kl_divergence_backward(
     arrays = dict(log_predictions=log_predictions, targets=targets)
     gradients = _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, **arrays)
     return tuple(map(summed_like, map(jnp.asarray, arrays.values()), gradients))
+
+
+_WEIGHTS = Argument((2, 3, 4), weights=True)
+
+ENTRIES = (
+    *hidden_entries(mean_squared_error, SMOOTH, SMOOTH, dy=(), like="divide"),
+    *hidden_entries(mean_absolute_error, SMOOTH, SMOOTH, dy=(), like="divide"),
+    *hidden_entries(huber, SMOOTH, SMOOTH, like="divide", delta=0.8),
+    *hidden_entries(binary_cross_entropy, _WEIGHTS, _WEIGHTS, like="divide"),
+    *hidden_entries(sigmoid_binary_cross_entropy, SMOOTH, _WEIGHTS, like="divide"),
+    *hidden_entries(kl_divergence, SMOOTH, _WEIGHTS, dy=(2, 3), like="divide"),
+)

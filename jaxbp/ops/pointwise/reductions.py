@@ -5,6 +5,7 @@ axes. The boolean array `where` broadcasts to `a`. An element where it is False 
 even if it is NaN.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
+from jaxbp.common.cases import APART, BATCH, SMOOTH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
 from jaxbp.common.numerics import cast_like, largest_and_total, limit, mean_and_rest, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
@@ -403,3 +405,20 @@ def _ddof(op, ddof):
 
 def _initial(op, initial):
     return None if initial is None else checks.number(op, "initial", initial)
+
+
+def _entries(function, axis, keepdims, dy, a=SMOOTH, kink_convention=True, **options):
+    small = case_of(dy, a, axis=axis, keepdims=keepdims, **options)
+    real = case_of((BATCH,), dataclasses.replace(a, shape=(BATCH, 1024)), axis=-1, **options)
+    return pair_entries(function, small, {"rows": real}, like="divide", kink_convention=kink_convention)
+
+
+ENTRIES = (
+    *_entries(sum, (0, 2), True, (1, 3, 1)),
+    *_entries(mean, 1, False, (2, 4)),
+    *_entries(var, (-1, 0), False, (3,), ddof=1),
+    # The whole gradient goes to the first of equal numbers. Autodiff divides it among them.
+    *_entries(max, (0, 2), False, (3,), APART, kink_convention=False),
+    *_entries(min, None, False, (), APART, kink_convention=False),
+    *_entries(logsumexp, (0, 1), True, (1, 1, 4)),
+)

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, Argument, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import XLA_ON_GPU
@@ -195,3 +196,12 @@ def _frequencies(op, head_dim, base, frequencies):
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"{op}: frequencies is {frequencies!r}; wants finite numbers")
     return numbers
+
+
+ENTRIES = pair_entries(
+    rotary_embedding,
+    case_of((2, 3, 2, 4), (2, 3, 2, 4), Argument((2, 3, 1), below=50)),
+    {"heads": case_of((BATCH, 16, 4, 64), (BATCH, 16, 4, 64), Argument((1, 16, 1), below=2048))},
+    takes=slice(1, None),
+    like="relu",
+)

@@ -1,5 +1,8 @@
+"""The schema of the catalogue, and what the entries of several ops share. Each op's file ends with its entries."""
+
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -8,11 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-import jaxbp
 from jaxbp.common import checks
-from jaxbp.logic.wires.automaton_wires import Automaton
-from jaxbp.logic.wires.tree_wires import TreeWires
-from jaxbp.logic.wires.wires import Wires
 
 BATCH = "batch"
 
@@ -55,72 +54,20 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires between logic gates, which are equal for all random keys. The Python expression `code` creates them."""
+    """Wires between logic gates, equal for all random keys. `create` makes them from the fields of a subclass."""
 
     shape: ClassVar[tuple[()]] = ()
-    code: str
+    create: ClassVar[Callable]
 
     def struct(self, batch: int, dtype: DTypeLike) -> Any:
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _fixed(self))
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.wires)
 
     def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Any:
-        return _fixed(self)
+        return self.wires
 
-    def made(self) -> Wires | TreeWires | Automaton:
-        return eval(self.code, {"jaxbp": jaxbp})
-
-
-@functools.cache
-def _fixed(argument: FixedArgument) -> Wires | TreeWires | Automaton:
-    return argument.made()
-
-
-@dataclasses.dataclass(frozen=True)
-class WiresArgument(FixedArgument):
-    inputs: int
-    gates: int
-
-    @property
-    def code(self) -> str:
-        return f"jaxbp.Wires.random({self.inputs}, {self.gates}, seed=0)"
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeWiresArgument(FixedArgument):
-    channels: int
-    kernels: int
-    window: tuple[int, int]
-    depth: int = 3
-
-    @property
-    def code(self) -> str:
-        sizes = f"{self.channels}, {self.kernels}, {self.window}, depth={self.depth}"
-        return f"jaxbp.TreeWires.random({sizes}, seed=0)"
-
-
-@dataclasses.dataclass(frozen=True)
-class AutomatonArgument(FixedArgument):
-    channels: int
-    kernels: int
-    perception: tuple[int, ...]
-    update: tuple[int, ...]
-    periodic: bool = True
-
-    @property
-    def code(self) -> str:
-        sizes = f"{self.channels}, {self.kernels}, {self.perception}, {self.update}"
-        return f"jaxbp.Automaton.create({sizes}, periodic={self.periodic}, seed=0)"
-
-    @property
-    def gates_a_cell(self) -> int:
-        return self.channels * self.kernels * sum(self.perception) + sum(self.update)
-
-    def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
-        return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
-
-    def state(self, *grid: int | str) -> Argument:
-        return Argument((*grid, self.channels), weights=True)
+    @functools.cached_property
+    def wires(self) -> Any:
+        return self.create(**dataclasses.asdict(self), seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +119,67 @@ class Entry:
     @property
     def name(self) -> str:
         return self.function.__name__
+
+
+def case_of(*arguments: Any, **options: Any) -> Case:
+    return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
+
+
+def pair_entries(
+    function: Callable, small: Case, real: Mapping[str, Case], takes: slice = slice(None), like: str = "", **fields: Any
+) -> tuple[Entry, Entry]:
+    """Return the catalogue's entries of a function and of its public backward.
+
+    `small`, `real`, `like`, and the other fields are as in `Entry`, but cases contain `(dy, *arguments)`. The function
+    takes `arguments`, and the backward `(dy, *arguments[takes])`. If `like` names the function, only the backward gets
+    it.
+    """
+
+    def entry(op, like, arguments_of):
+        def changed(case):
+            return dataclasses.replace(case, arguments=arguments_of(*case.arguments))
+
+        return Entry(op, changed(small), {place: changed(case) for place, case in real.items()}, like=like, **fields)
+
+    backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
+    return (
+        entry(function, "" if like == function.__name__ else like, lambda dy, *arguments: arguments),
+        entry(backward, like, lambda dy, *arguments: (dy, *arguments[takes])),
+    )
+
+
+SMOOTH = Argument((2, 3, 4))
+# A step of finite differences does not change the order of the numbers.
+APART = Argument((2, 3, 4), apart=True)
+
+
+def hidden_entries(
+    function, *arguments, dy=(2, 3, 4), place="hidden", takes=slice(None), like="relu", **options
+) -> tuple[Entry, Entry]:
+    """Return the entries of a function of arrays of shape (2, 3, 4), which is `(BATCH, 1024)` in the real case."""
+    shapes = {(2, 3, 4): (BATCH, 1024), (2, 3): (BATCH,)}
+    small = case_of(dy, *arguments, **options)
+    real = [dataclasses.replace(a, shape=shapes.get(a.shape, a.shape)) for a in small.arguments]
+    return pair_entries(function, small, {place: case_of(*real, **options)}, takes, like)
+
+
+def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
+    return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
+
+
+def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
+    """Return cases of the shapes of images x, filters w, convolution z, and pool y in LeNet's two blocks."""
+    blocks = (
+        ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
+        ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
+    )
+    return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(blocks, 1)}
+
+
+def indices_of(*shape: int | str, below: int) -> Argument:
+    return Argument(shape, below=below, dtype=jnp.uint8)
+
+
+LABELS, DIGITS = Argument((2, 3), below=4), Argument((BATCH,), below=10)
+ANY_CONVOLUTION = dict(stride=(2, 1), padding=(1, 0))
+ANY_POOL = dict(window=(3, 2), **ANY_CONVOLUTION)
