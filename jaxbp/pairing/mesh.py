@@ -17,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
+from pallas_kernels.core.arrays import has_explicit_axes, on_no_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxbp.common import checks
 from jaxbp.pairing.mesh import mesh_of, on_explicit_axes, with_automatic_axes
 from pallas_kernels.core import device
-from pallas_kernels.core.launch import unify_varying_axes
+from pallas_kernels.core.arrays import unify_varying_axes
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 

@@ -16,7 +16,7 @@ from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
 from jaxbp.pairing.mesh import BatchAxes, over_devices
 from jaxbp.pairing.op import DefaultImplementation, Implementation, Op, Options, name_of, remembered
 from jaxbp.pairing.primitives import linear_call, mapped_axis_first, reverse_mode_only
-from pallas_kernels.core.launch import unify_varying_axes
+from pallas_kernels.core.arrays import unify_varying_axes
 
 P = ParamSpec("P")
 R = TypeVar("R")

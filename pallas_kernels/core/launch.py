@@ -16,7 +16,6 @@ import jax
 
 # Importing `fuser` later would change jit's cache key, and recompile earlier programs.
 import jax.experimental.pallas.fuser
-import jax.numpy as jnp
 from jax import Array, lax
 
 # Private in JAX 0.10.2.
@@ -26,11 +25,12 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.core.arrays import has_explicit_axes, on_no_mesh, unify_varying_axes
 from pallas_kernels.core.body_errors import explained
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
-from pallas_kernels.core.layouts import LANES, quotient, remainder
+from pallas_kernels.core.layouts import quotient, remainder
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import interpreting, simulating
 from pallas_kernels.core.source_lines import recording_lines
@@ -264,14 +264,6 @@ def _trace(function, x64, *arrays):
         return jax.tree.leaves(function(*arrays))
 
 
-def has_explicit_axes() -> bool:
-    return AxisType.Explicit in get_abstract_mesh().axis_types
-
-
-def on_no_mesh() -> contextlib.AbstractContextManager:
-    return use_abstract_mesh(AbstractMesh((), ()))
-
-
 mlir.register_lowering(
     _launch_p, mlir.lower_fun(lambda *a, default, **_: default(*a), multiple_results=True), cacheable=False
 )
@@ -316,19 +308,6 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
     return unify_varying_axes((arrays, lax.platform_dependent(*arrays, cuda=kernel, default=fallback)))[1]
 
 
-def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all vary along the union of their varying axes. The cast's transpose
-    sums a replicated array's gradient over the devices."""
-    axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
-    union = frozenset().union(*axes)
-
-    def cast(a):
-        added_axes = union - jax.typeof(a).manual_axis_type.varying
-        return lax.pcast(a, tuple(added_axes), to="varying") if added_axes else a
-
-    return jax.tree.map(cast, arrays)
-
-
 @functools.cache
 def _warn_interpreted() -> None:
     warnings.warn(
@@ -336,16 +315,3 @@ def _warn_interpreted() -> None:
         "implementation='xla' is fast here.",
         stacklevel=2,
     )
-
-
-def batch_last(x: Array) -> Array:
-    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, and pad it with zeros to a multiple of
-    128."""
-    padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
-    x = jnp.moveaxis(x, 0, -1)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
-
-
-def batch_first(x: Array, batch: int) -> Array:
-    """Invert `batch_last`: return the first `batch` examples, batch first."""
-    return jnp.moveaxis(x[..., :batch], -1, 0)

@@ -40,7 +40,8 @@ from jaxbp.pairing import (
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core import device
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
 from pallas_kernels.logic.graph import Graph

@@ -37,7 +37,8 @@ from jaxbp.ops.conv import max_pool2d
 from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import trees
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 

@@ -24,7 +24,7 @@ from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._conv2d_formulas import full_padding
 from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
-from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import elementwise
 
 

@@ -23,7 +23,8 @@ from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, diffe
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 
 _MAX_ELEMENTS = 1 << 22

@@ -30,7 +30,8 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_grad
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient as exact_weights_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
 from pallas_kernels.conv.filters_and_windows import taps
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 
 _MIN_FORWARD_BATCH = {"float32": 1024, "bfloat16": 2048, "float16": 2048}

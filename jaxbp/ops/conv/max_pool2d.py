@@ -24,7 +24,7 @@ from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.conv import max_pool2d as kernels
-from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 

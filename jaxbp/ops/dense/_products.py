@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 from jaxbp.common.numerics import on_tensor_cores, wide
 from jaxbp.pairing import Op
 from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import linear_sm90 as tensor_cores
 
 

@@ -23,7 +23,7 @@ from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import mesh_of, sharding_of_rows
-from pallas_kernels.core.launch import unify_varying_axes
+from pallas_kernels.core.arrays import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None

@@ -20,7 +20,8 @@ from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import Axes, BatchAxes, batched, sharding_of_rows
-from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
+from pallas_kernels.core.arrays import batch_first, batch_last
+from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 from pallas_kernels.dense import mlp_weighed_gradients_sm90

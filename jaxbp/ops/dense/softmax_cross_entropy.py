@@ -16,7 +16,7 @@ from jaxbp.common.numerics import exclude, exponentials, largest_and_total, sele
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.pairing.gradients import in_dtypes_of, summed_like
 from jaxbp.pairing.mesh import batched
-from pallas_kernels.core.launch import batch_first, batch_last
+from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.dense import softmax_cross_entropy as kernels
 
 AnyLogits = Float[AnyArray, "*batch classes"]

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from planted import FIRST, double, rows, run
 
-from pallas_kernels.core.launch import batch_first, batch_last, launch
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 
@@ -209,16 +209,6 @@ def test_running_the_last_program_first_shows_a_race(body):
 def test_running_the_last_program_first_changes_nothing_in_a_right_kernel():
     with last_program_first():
         np.testing.assert_array_equal(run(double, rows()), 2 * rows())
-
-
-@pytest.mark.parametrize("shape", [(), (3, 2)], ids=str)
-@pytest.mark.parametrize(("batch", "lanes"), [(0, 128), (1, 128), (127, 128), (128, 128), (129, 256)])
-def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lanes, shape):
-    x = 1 + jnp.arange(batch * int(np.prod(shape)), dtype=jnp.float32).reshape(batch, *shape)
-    last = batch_last(x)
-    assert last.shape == (*shape, lanes)
-    assert jnp.all(last[..., batch:] == 0)
-    np.testing.assert_array_equal(batch_first(last, batch), x)
 
 
 def double_and_square(x, traced):
