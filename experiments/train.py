@@ -24,6 +24,7 @@ from rich.table import Column
 from experiments import configs
 from experiments.configs import AUTOMATA, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
+from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
 from experiments.output.results import keep, provenance
@@ -36,9 +37,41 @@ from experiments.training.run_directory import RunDirectory
 PROGRAM = "python -m experiments.train"
 
 
-REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""A module per experiment. Its function `report` writes `FILES` into the run directory, and returns lines to print."""
+class Report(NamedTuple):
+    """What a run does after its last epoch.
+
+    Attributes:
+      files: the names of the files that `write` writes into `config.run_dir`.
+      write: a function `(config, model, dataset) -> text to print`.
+    """
+
+    files: Sequence[str]
+    write: Callable[[TrainingConfig, nnx.Module, Dataset], str]
+
+
+REPORTS = {
+    "logic": Report(logic.FILES, logic.report),
+    "logic-conv": Report(logic_conv.FILES, logic_conv.report),
+    **dict.fromkeys(AUTOMATA, Report(automaton.FILES, automaton.report)),
+}
 CURVES = "curves.png"
+
+
+def register(config: type[TrainingConfig], report: Report | None = None) -> type[TrainingConfig]:
+    """Add an experiment of your own to the commands and to `run_directory.load`, as docs/own_experiments.md describes.
+
+    Args:
+      config: a frozen dataclass. Its class variable `name` is the name of the command.
+      report: written after the learning curves.
+
+    Raises:
+      UserError: the class is no such dataclass, its name or a setting is taken, or a setting has an unsupported type.
+    """
+    configs.register(config, reserved=[field.name for field in dataclasses.fields(Options)])
+    REPORTS.pop(config.name, None)
+    if report is not None:
+        REPORTS[config.name] = report
+    return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +93,18 @@ class Command(NamedTuple):
     json: Path | None
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Run the command line `args`, and return the exit code. `program` is what a user enters before `args`."""
     args = sys.argv[1:] if args is None else list(args)
 
     def lead(command):
         config, path = command
         config = dataclasses.replace(config, devices=devices.number_of(config))
         print(configs.as_json(configs.to_dict(config)), end="", flush=True)
-        metrics = train(config)
+        metrics = train(config, program)
         if path is not None:
-            keep(
-                result(shlex.join([*PROGRAM.split(), *args]), config, run_directory.read_metrics(config.run_dir)), path
-            )
+            said = shlex.join([*program.split(), *args])
+            keep(result(said, config, run_directory.read_metrics(config.run_dir)), path)
         print(f"test accuracy {metrics.test_accuracy:.4f}")
         return 0
 
@@ -79,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> int:
         place = processes.Place.of(args)
         if place is not None and place.process:
             processes.run(place, _follow)
-        command = parse(args)
+        command = parse(args, program)
         refuse_missing_folders(command.json)
         if place is not None:
             processes.run(place, lambda _: lead(command), json.dumps(configs.to_dict(command.experiment)))
@@ -109,8 +142,8 @@ def _shared(
     """Return process 0's `state`, `epochs_done`, and `is_done`."""
     checksum = np.uint32(0)
     if jax.process_count() > 1:
-        for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):
-            checksum = np.uint32(zlib.crc32(np.ascontiguousarray(part).view(np.uint8), checksum))
+        checksums = datasets.checksum(*dataset[:4]), prepared.constants_checksum
+        checksum = np.uint32(zlib.crc32(repr(checksums).encode()))
     sent = state, np.int32(epochs_done), np.bool(is_done), checksum
     state, epochs_done, is_done, wanted = processes.of_process_0(sent)
     if checksum != wanted:
@@ -121,7 +154,7 @@ def _shared(
     return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
 
 
-def parse(args: Sequence[str]) -> Command:
+def parse(args: Sequence[str], program: str = PROGRAM) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
     With `--resume` and `--run-dir`, omitted settings come from the saved run.
@@ -131,10 +164,10 @@ def parse(args: Sequence[str]) -> Command:
     if name in configs.EXPERIMENTS:
         config = _with_options(configs.EXPERIMENTS[name])
         options = dict(default=config(**vars(saved))) if saved else dict(config=flags)
-        parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{PROGRAM} {name}", **options)
+        parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{program} {name}", **options)
     else:
         experiments = {name: _with_options(config) for name, config in configs.EXPERIMENTS.items()}
-        parsed = tyro.extras.subcommand_cli_from_dict(experiments, args=args, prog=PROGRAM, config=flags)
+        parsed = tyro.extras.subcommand_cli_from_dict(experiments, args=args, prog=program, config=flags)
     settings = dict(vars(parsed))
     path, *_ = [settings.pop(field.name) for field in dataclasses.fields(Options)]
     if settings["run_dir"] is None:
@@ -160,11 +193,13 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
 
 
 def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
-    options = dict(bases=(Options, config), frozen=True, kw_only=True, namespace={"__doc__": config.__doc__})
+    """Return the dataclass of a command line. It checks no settings, because tyro would print errors in a box."""
+    namespace = {"__doc__": config.__doc__, "__post_init__": lambda parsed: None}
+    options = dict(bases=(Options, config), frozen=True, kw_only=True, namespace=namespace)
     return dataclasses.make_dataclass(config.__name__, [], **options)
 
 
-def train(config: TrainingConfig) -> Metrics:
+def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
     """Train in `config.run_dir`, from the start or from the last checkpoint, and return the last epoch's metrics.
 
     Raises:
@@ -176,14 +211,15 @@ def train(config: TrainingConfig) -> Metrics:
     with RunDirectory(config) as directory:
         config = directory.config
         report = REPORTS.get(config.name)
-        files = (CURVES, *(report.FILES if report else ()))
+        files = (CURVES, *(report.files if report else ()))
         if directory.is_done and directory.has_whole(files):
             return directory.metrics[-1]
         dataset, predictions = None, None
         try:
             dataset = config.load()
+            directory.check_data(checksum := config.data_checksum(dataset))
             prepared = training.prepare(config, dataset)
-            state = directory.begin(prepared.state, prepared.constants_checksum)
+            state = directory.begin(prepared.state, prepared.constants_checksum, checksum)
             state, _, _ = _shared(prepared, dataset, state, len(directory.metrics), directory.is_done)
             with _progress(config, len(directory.metrics)) as show:
                 if not directory.is_done:
@@ -200,10 +236,10 @@ def train(config: TrainingConfig) -> Metrics:
             print(f"curves in {config.run_dir / 'curves.png'}")
             nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
-                print(report.report(config, prepared.model, dataset))
+                print(report.write(config, prepared.model, dataset))
             directory.seal(files)
         except KeyboardInterrupt:
-            raise _stopped(directory, dataset, predictions) from None
+            raise _stopped(directory, dataset, predictions, program) from None
     return directory.metrics[-1]
 
 
@@ -213,12 +249,12 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
     directory.write(CURVES, pictures.curves(title, directory.metrics, dataset, predictions, config.curves))
 
 
-def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
+def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None, program: str) -> Stopped:
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
         _draw(directory, dataset, predictions)
-    command = shlex.join([*PROGRAM.split(), "--resume", "--run-dir", str(directory.config.run_dir)])
+    command = shlex.join([*program.split(), "--resume", "--run-dir", str(directory.config.run_dir)])
     return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {command}")
 
 
@@ -228,7 +264,7 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
     images = metrics[-1].step * config.batch_size
     return {
         **provenance(command),
-        "dataset": getattr(config, "dataset", config.name),
+        "dataset": config.data_name,
         "settings": {k: v for k, v in configs.to_dict(config).items() if k not in FIELDS_WITHOUT_EFFECT},
         "devices": config.devices,
         "epochs": len(metrics),

@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -9,7 +10,8 @@ from jaxtyping import Array, Bool, UInt32
 
 from experiments.configs.automaton_base import DECAYING, HARD_GATES, RESTARTS, AutomatonConfig, PatternConfig
 from experiments.configs.base import Recipe
-from experiments.data import patterns
+from experiments.data import patterns, user_data
+from experiments.data.datasets import checksum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,7 @@ class LizardConfig(PatternConfig):
     trials: ClassVar = 1
 
     def starts(self, seeds, grid=None):
-        height, width = grid or self.grid
-        start = jnp.zeros((len(seeds), height, width, self.channels), bool)
-        return start.at[:, height // 2, width // 2].set(True)
+        return _one_cell(seeds, *(grid or self.grid), self.channels)
 
     def pattern(self, grid=None):
         return patterns.lizard()
@@ -128,11 +128,68 @@ class LetterConfig(PatternConfig):
         return patterns.letter()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PictureConfig(PatternConfig):
+    """A picture of your own, grown from one cell."""
+
+    name: ClassVar[str] = "ca"
+    periodic: ClassVar = False
+    channels: ClassVar = 64
+    perception: ClassVar = (4, (8, 4, 2))
+    update: ClassVar = (*[512] * 8, 256, 128, 64)
+    published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
+    settings: ClassVar = DECAYING | dict(pass_through=10.0, restart_after=3000)
+    hardening: ClassVar = (24_000, 240)
+    test_examples: ClassVar = 1
+    trials: ClassVar = 1
+
+    target: Path | None = None
+    """Picture of at most 64 x 64 pixels, such as a PNG file. See docs/own_data.md."""
+
+    def __post_init__(self):
+        self._check("target", self.target is not None, "a picture, such as a PNG file")
+        super().__post_init__()
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.pattern().shape[:2]
+
+    @property
+    def visible(self) -> int:
+        return self.pattern().shape[2]
+
+    @property
+    def steps(self) -> int:
+        """The number of ticks, more than the signals of the first cell need to the border."""
+        return max(self.grid) // 2 + 4
+
+    @property
+    def data_name(self) -> str:
+        return self.target.name
+
+    def starts(self, seeds, grid=None):
+        return _one_cell(seeds, *(grid or self.grid), self.channels)
+
+    def pattern(self, grid=None):
+        return user_data.read_picture(self.target)
+
+    def data_checksum(self, dataset):
+        return checksum(self.pattern())
+
+
+def _one_cell(seeds: UInt32[Array, " batch"], height: int, width: int, channels: int) -> Bool[Array, "batch ..."]:
+    start = jnp.zeros((len(seeds), height, width, channels), bool)
+    return start.at[:, height // 2, width // 2].set(True)
+
+
 def _random_states(seeds: UInt32[Array, " batch"], *shape: int) -> Bool[Array, "batch ..."]:
     return jax.vmap(lambda seed: jax.random.bernoulli(jax.random.key(seed), shape=shape))(seeds)
 
 
 AUTOMATA: Mapping[str, type[AutomatonConfig]] = {
     config.name: config
-    for config in (LifeConfig, CheckerboardConfig, AsyncCheckerboardConfig, LizardConfig, LetterConfig)
+    for config in (
+        *(LifeConfig, CheckerboardConfig, AsyncCheckerboardConfig),
+        *(LizardConfig, LetterConfig, PictureConfig),
+    )
 }

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from experiments.data.datasets import Dataset
+from experiments.data.datasets import Dataset, checksum
 from experiments.output.errors import UserError
 from jaxbp.training.optimizers import FusedOptimizer
 from jaxbp.training.precision import Policy
@@ -49,8 +49,8 @@ class Range(NamedTuple):
         return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
 
 
-FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Settings that change results by rounding at most."""
+FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data", "data_dir", "target", "devices"})
+"""Settings that change results by rounding at most. Other data are noticed by their checksum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,19 @@ class TrainingConfig:
     """Continue the run in run_dir from its last checkpoint. Only epochs may change, and only increase."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            self._check_type(field)
+        for name, kind in annotations(type(self)).items():
+            self._check_type(name, kind)
         self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, the directory of the run")
         self._fill(self.defaults())
+        for name in Recipe._fields:
+            self._check(
+                name, getattr(self, name) is not None, f"a value, or a default from {type(self).__name__}.defaults"
+            )
+
+    @property
+    def data_name(self) -> str:
+        """The name of the data in the file of results."""
+        return self.name
 
     @property
     def policy(self) -> Policy:
@@ -114,6 +123,10 @@ class TrainingConfig:
     def load(self) -> Dataset:
         raise NotImplementedError
 
+    def data_checksum(self, dataset: Dataset) -> str | None:
+        """Return a checksum of the data of `load`. A run resumes only with an equal checksum, or None without data."""
+        return checksum(*dataset[:4])
+
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
         """Return the run's optimizer, or None for AdamW with this config's learning rate and weight decay."""
         return None
@@ -129,19 +142,18 @@ class TrainingConfig:
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
 
-    def _check_type(self, field: dataclasses.Field) -> None:
-        kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
-        kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-        value = getattr(self, field.name)
+    def _check_type(self, name: str, annotation: Any) -> None:
+        kind, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        kinds, value = alternatives(kind), getattr(self, name)
         if value is None and types.NoneType in kinds:
             return
         for each in kinds:
             if get_origin(each) is Literal:
-                self._check_choice(field.name, get_args(each))
+                self._check_choice(name, get_args(each))
         for limits in (note for note in notes if isinstance(note, Range)):
             wanted = f"{'a whole' if int in kinds else 'a finite'} number {limits}"
-            self._check(field.name, matches(value, kind) and limits.has(value), wanted)
-        self._check(field.name, matches(value, kind), f"a value of type {described(kind)}")
+            self._check(name, matches(value, kind) and limits.has(value), wanted)
+        self._check(name, matches(value, kind), f"a value of type {described(kind)}")
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -152,21 +164,62 @@ class TrainingConfig:
 
 
 def to_dict(config: TrainingConfig) -> dict[str, Any]:
-    fields = {field: str(value) if isinstance(value, Path) else value for field, value in vars(config).items()}
-    return {"experiment": config.name} | fields
+    """Return the settings as values of JSON. A path becomes a string, and a tuple a list."""
+    return {"experiment": config.name} | {name: _to_json(value) for name, value in vars(config).items()}
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """Invert `to_dict`. A field that `saved` lacks gets its default."""
-    values = dict(saved)
+    values, fields = dict(saved), annotations(config)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
-    if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
+    if unknown := values.keys() - fields.keys():
         raise UserError(
             f"this version of jaxbp has no setting {', '.join(sorted(unknown))}; wants the version that saved the run"
         )
-    paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if isinstance(values.get(field), str)}
-    return config(**(values | paths))
+    return config(**{name: _from_json(value, fields[name]) for name, value in values.items()})
+
+
+def annotations(config: type[TrainingConfig]) -> dict[str, Any]:
+    """Return the types of the settings by name."""
+    hints = get_type_hints(config, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config)}
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone, without `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def is_setting(annotation: Any) -> bool:
+    """Return whether `from_dict` restores values of this type from JSON."""
+    for kind in alternatives(annotation):
+        if get_origin(kind) is Literal or kind in (int, float, bool, str, Path, types.NoneType):
+            continue
+        if get_origin(kind) not in (list, tuple) or not all(
+            is_setting(each) for each in get_args(kind) if each is not ...
+        ):
+            return False
+    return True
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _from_json(value: Any, annotation: Any) -> Any:
+    for kind in alternatives(annotation):
+        if kind is Path and isinstance(value, str) and not matches(value, annotation):
+            return Path(value)
+        if (container := get_origin(kind)) in (list, tuple) and isinstance(value, list):
+            kinds = get_args(kind)
+            each = kinds[:1] * len(value) if container is list or kinds[1:] == (...,) else kinds
+            return container(map(_from_json, value, each))
+    return value
 
 
 def as_json(saved: Mapping[str, Any]) -> str:
@@ -209,7 +262,7 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, or a dict.
+    """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, a tuple, or a dict.
 
     An integer is also a `float`. A boolean is no number.
     """
@@ -222,6 +275,9 @@ def matches(value: Any, annotation: Any) -> bool:
         return any(matches(value, each) for each in args)
     if origin is list:
         return isinstance(value, list) and all(matches(item, args[0]) for item in value)
+    if origin is tuple:
+        kinds = args[:1] * len(value) if isinstance(value, tuple) and args[1:] == (...,) else args
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(matches, value, kinds))
     if origin is dict:
         key, content = args
         return isinstance(value, dict) and all(matches(k, key) and matches(v, content) for k, v in value.items())

@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbp
 from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
-from experiments.data import augmentation, datasets
+from experiments.data import augmentation, datasets, user_data
 from experiments.data.datasets import Dataset, DatasetName
+from experiments.output.errors import UserError
 from jaxbp.nn import LeNet, Mixer
 
 ImplementationName = Literal["pallas", "xla", "autodiff"]
@@ -24,16 +26,29 @@ RECIPES: dict[DatasetName, Recipe] = {
     "mnist": Recipe(batch_size=64, epochs=12, learning_rate=3e-3),
     "fashion_mnist": Recipe(batch_size=64, epochs=12, learning_rate=3e-3),
 }
+EXAMPLES: Mapping[DatasetName, int] = {"digits": 1437, "mnist": 60_000}
+"""Numbers of training examples of the datasets whose recipes `ImageConfig.data` gets."""
+LARGE = 10_000
+"""From this number of training examples on, `ImageConfig.data` gets the recipe of MNIST."""
+LEAST_BATCH, LEAST_STEPS_PER_EPOCH = 8, 20
+"""Limits of the default batch size of `ImageConfig.data`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(TrainingConfig):
-    datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
+    image_shape: ClassVar[tuple[int, int, int] | None] = None
+    """The only shape of images that the model takes. None: every shape."""
 
-    dataset: DatasetName = "digits"
-    """mnist and fashion_mnist are downloaded if needed, and cifar10 must be in data_dir."""
+    dataset: Literal["digits", "mnist", "fashion_mnist"] | None = None
+    """mnist and fashion_mnist are downloaded if needed. None: digits, or the file data."""
     data_dir: Path | None = None
     """Folder of the dataset's files. None: a cache folder."""
+    data: Path | None = None
+    """NPZ file with a dataset of your own, as docs/own_data.md describes."""
+    shape: tyro.conf.Suppress[tuple[int, ...] | None] = None
+    """Shape of an example. None: as in the dataset."""
+    classes: Annotated[int | None, Range(2)] = None
+    """Number of classes. None: as in the dataset, or one more than the largest label in data."""
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
@@ -42,20 +57,78 @@ class ImageConfig(TrainingConfig):
     """Standard deviation of smooth random distortions of training images, in pixels."""
 
     def __post_init__(self):
-        self._check_choice("dataset", self.datasets)
+        if self.data is None:
+            self._fill({"dataset": "digits"})
+        else:
+            self._check("dataset", self.dataset is None, f"no name of a dataset, because data is {self.data}")
+            self._check("data_dir", self.data_dir is None, f"no folder, because data is {self.data}")
         super().__post_init__()
-        side = min(datasets.IMAGE_SHAPES[self.dataset][1:])
+        if self.dataset is not None:
+            for field, value in self._named().items():
+                self._check(field, getattr(self, field) == value, f"{value}, as in {self.dataset}")
+        self._check_shape()
+        side = min(self.shape[1:]) if self.has_images else 1
         self._check("shift", self.shift < side, f"a whole number from 0 to {side - 1}")
-        self._check("distortion", self.distortion < side, f"a number of pixels from 0, below {side}")
+        fits = self.distortion == 0 or (self.has_images and self.distortion < side)
+        self._check("distortion", fits, f"a number of pixels from 0, below {side}" if self.has_images else "0")
+
+    @property
+    def has_images(self) -> bool:
+        return len(self.shape) == 3
+
+    @property
+    def data_name(self) -> str:
+        return self.dataset or self.data.name
 
     def defaults(self) -> Mapping[str, Any]:
-        return RECIPES[self.dataset]._asdict()
+        """Return the settings that depend on the data. With `data` and `shape`, a saved run has all settings."""
+        if self.data is None:
+            return self._named() | self.recipe(self.dataset)
+        if self.shape is not None:
+            return {}
+        dataset = self._read()
+        examples = len(dataset.train_images)
+        like: DatasetName = "digits" if examples < LARGE else "mnist"
+        recipe = self.recipe(like)
+        most = max(LEAST_BATCH, examples // LEAST_STEPS_PER_EPOCH)
+        batch_size = self.batch_size or min(recipe["batch_size"], most, examples)
+        steps = recipe["epochs"] * (EXAMPLES[like] // recipe["batch_size"])
+        return recipe | {
+            "shape": dataset.train_images.shape[1:],
+            "classes": dataset.classes,
+            "batch_size": batch_size,
+            "epochs": -(-steps // max(examples // batch_size, 1)),
+        }
+
+    def recipe(self, dataset: DatasetName) -> dict[str, Any]:
+        """Return the other settings for a dataset, or for data about as large."""
+        return RECIPES[dataset]._asdict()
 
     def load(self) -> Dataset:
-        return datasets.load(self.dataset, self.data_dir)
+        if self.data is None:
+            return datasets.load(self.dataset, self.data_dir)
+        dataset = self._read()
+        if (found := dataset.train_images.shape[1:]) != self.shape:
+            raise UserError(f"{self.data} has examples of shape {found}; wants {self.shape}, as in the run")
+        return dataset
+
+    def data_checksum(self, dataset: Dataset) -> str | None:
+        # The digits are resized on the run's device, whose rounding differs between platforms.
+        return None if self.dataset == "digits" else super().data_checksum(dataset)
 
     def augmentation(self) -> Augment | None:
         return self._augmented if self.shift or self.distortion else None
+
+    def _named(self) -> dict[str, Any]:
+        return {"shape": datasets.IMAGE_SHAPES[self.dataset], "classes": datasets.CLASSES}
+
+    def _read(self) -> Dataset:
+        return user_data.read(self.data, classes=self.classes)
+
+    def _check_shape(self) -> None:
+        wanted = self.image_shape or "channels, height, and width of images"
+        if not self.has_images or self.image_shape not in (None, self.shape):
+            raise UserError(f"{self.data} has examples of shape {self.shape}; wants {wanted}")
 
     def _augmented(self, key, images, step):
         if self.distortion:
@@ -80,13 +153,18 @@ class LeNetConfig(ImageConfig):
     """LeNet-5 on images of 28 x 28 pixels."""
 
     name: ClassVar[str] = "lenet"
+    image_shape: ClassVar = (1, 28, 28)
 
     fused: bool = True
     """Compute convolution, ReLU, and max-pooling as one op, instead of as three ops."""
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(
-            fused=self.fused, implementation=self.implementation, dtype=self.policy.compute_dtype, rngs=nnx.Rngs(key)
+            classes=self.classes,
+            fused=self.fused,
+            implementation=self.implementation,
+            dtype=self.policy.compute_dtype,
+            rngs=nnx.Rngs(key),
         )
         return model, LeNet.loss
 
@@ -96,6 +174,7 @@ class MixerConfig(ImageConfig):
     """MLP-Mixer on images of 28 x 28 pixels."""
 
     name: ClassVar[str] = "mixer"
+    image_shape: ClassVar = (1, 28, 28)
 
     patch: Annotated[int, Range(1)] = 7
     """Height and width of a patch, a divisor of 28."""
@@ -108,11 +187,12 @@ class MixerConfig(ImageConfig):
         super().__post_init__()
         self._check("patch", 28 % self.patch == 0, "a divisor of 28, the height and width of an image")
 
-    def defaults(self) -> Mapping[str, Any]:
-        return {**super().defaults(), "learning_rate": 1e-3}
+    def recipe(self, dataset: DatasetName) -> dict[str, Any]:
+        return super().recipe(dataset) | {"learning_rate": 1e-3}
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = Mixer(
+            classes=self.classes,
             patch=self.patch,
             channels=self.channels,
             blocks=self.blocks,

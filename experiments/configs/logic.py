@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,8 +25,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import jaxbp
 from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
-from experiments.data import datasets
-from experiments.data.datasets import DatasetName
+from experiments.data import user_data
+from experiments.data.datasets import Dataset, DatasetName
 from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, LogicNetwork, image_thermometer, thermometer
 
@@ -34,6 +35,8 @@ RECIPES: dict[DatasetName, Recipe] = {
     "mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
     "fashion_mnist": Recipe(batch_size=128, epochs=60, learning_rate=5e-2),
 }
+TABLE_LEVELS = 15
+"""Thresholds per feature of a table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,38 +79,64 @@ class LogicConfig(GateConfig):
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
 
+    data: Path | None = None
+    """NPZ or CSV file with a dataset of your own, as docs/own_data.md describes."""
+    target: str | None = None
+    """Column of the CSV file with the labels, which number the classes from 0."""
     layers: Annotated[int | None, Range(1)] = None
-    """Number of layers of gates. None: 4 for digits, else 6."""
+    """Number of layers of gates. None: 4 for digits and small data, else 6."""
     gates: Annotated[int | None, Range(1)] = None
-    """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
+    """Gates per layer, a multiple of the number of classes. None: 2000 for digits and small data, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Divisor of a class's score, the sum of its gates' outputs. None: sqrt(gates / 80)."""
-    levels: Annotated[int, Range(1)] = 3
-    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
-    wiring: Literal["unique", "random"] = "unique"
-    """With unique, no two gates of a layer have the same pair of inputs."""
+    """Divisor of a class's score, the sum of its gates' outputs. None: sqrt(gates / (8 classes))."""
+    levels: Annotated[int | None, Range(1)] = None
+    """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
+    wiring: Literal["unique", "random"] | None = None
+    """With unique, no two gates of a layer have the same pair of inputs. None: unique if there are enough pairs."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 
     def __post_init__(self):
+        self._check("target", self.target is None or self.data is not None, "no column, or data as well, a CSV file")
         super().__post_init__()
-        self._check("gates", self.gates % datasets.CLASSES == 0, "a positive multiple of 10")
-        self._fill({"tau": math.sqrt(self.gates / 80)})
-        inputs = self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset])
-        fits = self.wiring == "random" or inputs <= 2 * self.gates
-        self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring 'random'")
+        self._check("gates", self.gates % self.classes == 0, f"a positive multiple of {self.classes}")
+        pairs = self.inputs * (self.inputs - 1) // 2
+        self._fill({"tau": math.sqrt(self.gates / (8 * self.classes))})
+        self._fill({"wiring": "unique" if self.gates <= pairs else "random"})
+        is_random = self.wiring == "random"
+        fits = is_random or self.inputs <= 2 * self.gates
+        self._check("gates", fits, f"at least half of the {self.inputs} bits of an example, or wiring 'random'")
+        fits = is_random or self.gates <= pairs
+        self._check("gates", fits, f"at most {pairs}, the pairs of {self.inputs} bits, or wiring 'random'")
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.shape) * (self.levels if self.has_images else 1)
 
     def defaults(self) -> Mapping[str, Any]:
-        sizes = {"layers": 4, "gates": 2000} if self.dataset == "digits" else {"layers": 6, "gates": 8000}
-        return RECIPES[self.dataset]._asdict() | sizes
+        settings = {**super().defaults()}
+        if self.data is None or not settings:
+            return settings
+        shape, classes = settings["shape"], settings["classes"]
+        if len(shape) == 1:
+            settings["levels"] = TABLE_LEVELS
+            inputs = shape[0]
+        else:
+            inputs = math.prod(shape) * (self.levels or settings["levels"])
+        settings["gates"] = classes * -(-max(settings["gates"], -(-inputs // 2)) // classes)
+        return settings
+
+    def recipe(self, dataset: DatasetName) -> dict[str, Any]:
+        sizes = {"layers": 4, "gates": 2000} if dataset == "digits" else {"layers": 6, "gates": 8000}
+        return RECIPES[dataset]._asdict() | sizes | {"levels": 3}
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
         return LogicNetwork(
-            self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset]),
+            self.inputs,
             [self.gates] * self.layers,
-            datasets.CLASSES,
+            self.classes,
             tau=self.tau,
             wiring=getattr(jaxbp.Wires, self.wiring),
             seed=self.seed,
@@ -118,9 +147,20 @@ class LogicConfig(GateConfig):
             rngs=nnx.Rngs(key),
         )
 
-    def bits(self, images: Float[Array, "batch 1 height width"]) -> Float[Array, "batch bits"]:
+    def bits(self, images: Float[Array, "batch ..."]) -> Float[Array, "batch bits"]:
+        """Return the bits of images. The rows of a table are bits already."""
+        if not self.has_images:
+            return images
         thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
         return thermometer(jaxbp.flatten(images), thresholds)
+
+    def _read(self) -> Dataset:
+        dataset = user_data.read(self.data, self.target, self.classes)
+        return user_data.as_bits(dataset, self.levels or TABLE_LEVELS) if dataset.features else dataset
+
+    def _check_shape(self) -> None:
+        if self.has_images:
+            super()._check_shape()
 
 
 SizeName = Literal["s", "m", "l"]
@@ -128,7 +168,7 @@ SizeName = Literal["s", "m", "l"]
 
 class Size(NamedTuple):
     kernels: int
-    tau: float
+    tau: float | None
     levels: int
     recipe: Recipe
     weight_decay: float = 0.0
@@ -185,6 +225,13 @@ DIGITS = Architecture(
         "l": DIGITS_SIZE._replace(kernels=512, tau=20.0),
     },
 )
+_USER_SMALL = DIGITS_SIZE._replace(tau=None, shift=0)
+_USER_LARGE = MNIST.sizes["s"]._replace(tau=None, shift=0)
+USER_SIZES: Mapping[DatasetName, Mapping[SizeName, Size]] = {
+    like: {name: size._replace(kernels=kernels) for name, kernels in (("s", 32), ("m", 128), ("l", 512))}
+    for like, size in (("digits", _USER_SMALL), ("mnist", _USER_LARGE))
+}
+"""Sizes for `ImageConfig.data`, by the dataset that is about as large."""
 ARCHITECTURES: Mapping[DatasetName, Architecture] = {
     "digits": DIGITS,
     "mnist": MNIST,
@@ -193,13 +240,31 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 }
 
 
+def architecture_for(shape: tuple[int, int, int]) -> Architecture:
+    """Return convolutions that halve the height and width of images until both are below 4, and layers of gates."""
+    convolutions, channels, (_, height, width) = [], 1, shape
+    while not convolutions or max(height, width) >= 4:
+        pool = tuple(2 if side >= 4 else 1 for side in (height, width))
+        convolutions.append(LogicConvolution(channels, 3, padding=1, pool=pool))
+        height, width, values = height // pool[0], width // pool[1], channels
+        channels = min(4 * channels, 32)
+    width = min(max(8 * values * height * width, 80), 1280)
+    return Architecture(convolutions, (width, width // 2, width // 4), {})
+
+
+def _wires(inputs: int, gates: int, seed: int) -> jaxbp.Wires:
+    has_pairs = gates <= inputs * (inputs - 1) // 2  # not so with few kernels on tiny images
+    return (jaxbp.Wires.unique if has_pairs else jaxbp.Wires.random)(inputs, gates, seed)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConvConfig(GateConfig):
     """A convolutional network of logic gates on bits of thresholded images. The test accuracy is for hard gates."""
 
     name: ClassVar[str] = "logic-conv"
-    datasets: ClassVar = get_args(DatasetName)
 
+    dataset: DatasetName | None = None
+    """mnist and fashion_mnist are downloaded if needed, cifar10 must be in data_dir. None: digits, or the file data."""
     size: SizeName = "s"
     """Size of the network, which determines the settings that are None."""
     kernels: Annotated[int | None, Range(1)] = None
@@ -221,23 +286,35 @@ class LogicConvConfig(GateConfig):
     parametrization: Parametrization | None = None
     """Parametrization of the gates: see jaxbp.gate_layer."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._fill({"tau": math.sqrt(self.widths[-1] / self.classes / 4)})
+
     @property
     def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.dataset]
+        return ARCHITECTURES[self.dataset] if self.data is None else architecture_for(self.shape)
 
-    def defaults(self) -> Mapping[str, Any]:
-        size = self.architecture.sizes[self.size]._asdict()
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of gates of the layers after the convolutions. The last is a multiple of `classes`."""
+        *widths, last = (self.kernels * width for width in self.architecture.widths)
+        return [*widths, self.classes * -(-last // self.classes)]
+
+    def recipe(self, dataset: DatasetName) -> dict[str, Any]:
+        sizes = ARCHITECTURES[dataset].sizes if self.data is None else USER_SIZES[dataset]
+        size = sizes[self.size]._asdict()
         return size.pop("recipe")._asdict() | size
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        channels, *size = datasets.IMAGE_SHAPES[self.dataset]
-        convolutions, widths, _ = self.architecture
+        channels, *size = self.shape
+        convolutions = self.architecture.convolutions
         return LogicConvNetwork(
             (channels * self.levels, *size),
             [convolution._replace(kernels=self.kernels * convolution.kernels) for convolution in convolutions],
-            [self.kernels * width for width in widths],
-            datasets.CLASSES,
+            self.widths,
+            self.classes,
             tau=self.tau,
+            wiring=_wires,
             seed=self.seed,
             initialization=self.initialization,
             residual_logit=self.residual_logit,

@@ -63,12 +63,31 @@ CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "te
 CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
 
+class Features(NamedTuple):
+    """The columns of a table. If its data are bits, they say of each feature whether it is above its thresholds."""
+
+    names: tuple[str, ...]
+    thresholds: tuple[Float32[np.ndarray, " thresholds"], ...] = ()
+
+
 class Dataset(NamedTuple):
     train_images: Float32[np.ndarray, "train channels height width"]
     train_labels: Int32[np.ndarray, " train"]
     test_images: Float32[np.ndarray, "test channels height width"]
     test_labels: Int32[np.ndarray, " test"]
     name: str
+    features: Features | None = None
+    """None: the data are images."""
+    classes: int = CLASSES
+
+
+def checksum(*arrays: np.ndarray) -> str:
+    """Return the SHA-256 of the arrays with their dtypes and shapes."""
+    result = hashlib.sha256()
+    for array in arrays:
+        result.update(f"{array.dtype} {array.shape} ".encode())
+        result.update(np.ascontiguousarray(array).view(np.uint8))
+    return result.hexdigest()
 
 
 def load(

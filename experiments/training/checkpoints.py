@@ -41,6 +41,7 @@ class Checkpoint:
       constants: see `loop.constants_checksum`.
       files: the checksum of each file, by its path within `state/`.
       folder: the parent of the checkpoint's folder.
+      data: see `TrainingConfig.data_checksum`.
     """
 
     epoch: int
@@ -49,6 +50,7 @@ class Checkpoint:
     metrics: list[dict[str, Any]]
     files: dict[str, str]
     folder: Path
+    data: str | None = None
 
     @property
     def path(self) -> Path:

@@ -123,11 +123,13 @@ def write_pictures(
     visible: int = 1,
     fire_rate: float = 1.0,
     seed: int = 0,
+    trained_ticks: int | None = None,
+    target: Bool[np.ndarray, "height width visible"] | None = None,
 ) -> list[Path]:
     """Write pictures of three runs of an automaton, and return their paths.
 
     The pictures show the first `visible` channels. The runs start from `initial_state`, `large_state`, and the first
-    run's last state with zeros in a square.
+    run's last state with zeros in a square. automaton.png also shows the state after `trained_ticks`, and the target.
     """
 
     def run(state, number):
@@ -140,7 +142,7 @@ def write_pictures(
         "a square destroyed": run(with_square_destroyed(grown[-1]), 2),
     }
     names = ("automaton.gif", "automaton_large.gif", "automaton_healing.gif")
-    files = {"automaton.png": strip(runs, visible)}
+    files = {"automaton.png": strip(runs, visible, trained_ticks, target)}
     files |= {name: animation(states, visible) for name, states in zip(names, runs.values(), strict=True)}
     for name, data in files.items():
         write_atomically(folder / name, data)
@@ -164,24 +166,46 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
     return states[..., :visible] @ (1 << np.arange(visible))
 
 
-def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of images per run, which show the automaton at evenly spaced ticks."""
+def strip(
+    runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]],
+    visible: int = 1,
+    trained_ticks: int | None = None,
+    target: Bool[np.ndarray, "height width visible"] | None = None,
+) -> bytes:
+    """Return a PNG with one row of images per run, which show the automaton at evenly spaced ticks.
+
+    The state after `trained_ticks` is among them. The first row ends with the target.
+    """
     colors = ListedColormap([COLORS[name] for name in PALETTES[visible]])
-    figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
-    grid = figure.subplots(len(runs), FRAMES, squeeze=False)
+    columns = FRAMES + (target is not None)
+    figure = Figure(figsize=(1.4 * columns, 1.75 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), columns, squeeze=False)
+    for axes in grid.ravel():
+        axes.set_axis_off()
+
+    def show(axes: Axes, state: np.ndarray, title: str) -> None:
+        axes.set_axis_on()
+        axes.imshow(picture(state, visible), colors, vmin=0, vmax=colors.N - 1, interpolation="nearest")
+        axes.set_title(title, fontsize=8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for spine in axes.spines.values():
+            spine.set_color("#d8dee4")
+
     for row, (name, states) in zip(grid, runs.items(), strict=True):
-        ticks = np.unique(np.linspace(0, len(states) - 1, FRAMES).round().astype(int))
-        for axes, tick in zip(row, ticks, strict=False):
-            axes.imshow(picture(states[tick], visible), colors, vmin=0, vmax=colors.N - 1, interpolation="nearest")
-            axes.set_title(f"tick {tick}", fontsize=8)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            for spine in axes.spines.values():
-                spine.set_color("#d8dee4")
-        for axes in row[len(ticks) :]:
-            axes.set_axis_off()
+        for axes, tick in zip(row, _shown_ticks(len(states) - 1, trained_ticks), strict=False):
+            show(axes, states[tick], f"tick {tick}, trained for" if tick == trained_ticks else f"tick {tick}")
         row[0].set_ylabel(name, fontsize=9)
+    if target is not None:
+        show(grid[0, -1], target, "target")
     return png(figure, 150)
+
+
+def _shown_ticks(last: int, trained_ticks: int | None) -> list[int]:
+    if trained_ticks is None or not 0 < trained_ticks < last:
+        return np.unique(np.linspace(0, last, FRAMES).round().astype(int)).tolist()
+    evenly = np.linspace(0, last, FRAMES - 1).round().astype(int)
+    return np.unique([*evenly, trained_ticks]).tolist()
 
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:

@@ -36,7 +36,7 @@ def saved_config(path: Path) -> TrainingConfig:
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
-        wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the version of jaxbp that began the run"
+        wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the program that registered the experiment"
         raise UserError(f"run_dir is {path}, which holds a run of an unknown experiment, {experiment}; wants {wanted}")
     config = configs.from_dict(configs.EXPERIMENTS[experiment], saved)
     return dataclasses.replace(config, run_dir=path)
@@ -132,18 +132,27 @@ class RunDirectory:
         except OSError:
             return False
 
-    def begin(self, initial: PyTree, constants: str | None) -> PyTree:
+    def check_data(self, checksum: str | None) -> None:
+        """Raise UserError if the run resumes, and had data with another checksum."""
+        saved = self._checkpoint.data if self._checkpoint else None
+        if saved is not None and saved != checksum:
+            raise UserError(
+                f"cannot resume {self._path}: the data differ from the data of the run (SHA-256 saved {saved}, now "
+                f"{checksum}); wants the same data"
+            )
+
+    def begin(self, initial: PyTree, constants: str | None, data: str | None = None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        `constants` is the checksum of the model's fixed variables. Raise BrokenRun if the checkpoint does not fit
-        `initial` or `constants`, or if another process uses the directory.
+        `constants` is the checksum of the model's fixed variables, `data` the checksum of the data. Raise BrokenRun if
+        the checkpoint does not fit `initial` or `constants`, or if another process uses the directory.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(_locked(self._path))
             _check_is_free(self._path)  # again under the lock: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
-            first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
+            first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS, data)
             checkpoints.write(first, checkpoints.to_arrays(initial))
             self._checkpoint = first
             self._write_anew()
@@ -156,10 +165,9 @@ class RunDirectory:
             )
         checkpoints.check_like(self._checkpoint.shapes, initial)
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
-        saved = configs.from_dict(type(self.config), self._checkpoint.config)
-        if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
-            self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
+        config = configs.to_dict(self.config) | {"run_dir": self._checkpoint.config["run_dir"], "resume": False}
+        if (config, data) != (self._checkpoint.config, self._checkpoint.data):
+            self._checkpoint = dataclasses.replace(self._checkpoint, config=config, data=data)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
             self._write_anew()
         return state

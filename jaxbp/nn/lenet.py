@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import wide
 from jaxbp.nn._layers import Conv2d, Linear
@@ -26,11 +27,12 @@ Keep = Callable[[str, Array], None]
 
 
 class LeNet(nnx.Module):
-    """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
+    """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> classes`.
 
     The convolutions have no padding. ReLU follows each dense layer except the last.
 
     Args:
+      classes: the number of logits.
       fused: whether convolution, ReLU, and pool are one op, which keeps one byte per pooling window for the backward.
       dtype: the dtype of the computation. The parameters are float32.
 
@@ -40,20 +42,22 @@ class LeNet(nnx.Module):
     def __init__(
         self,
         *,
+        classes: int = 10,
         fused: bool = True,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        classes = checks.count("LeNet", "classes", classes)
         options = dict(implementation=implementation, dtype=dtype, rngs=rngs)
         self.conv1 = Conv2d(1, 6, (5, 5), **options)
         self.conv2 = Conv2d(6, 16, (5, 5), **options)
         self.fc1 = Linear(256, 120, **options)
         self.fc2 = Linear(120, 84, **options)
-        self.fc3 = Linear(84, 10, **options)
+        self.fc3 = Linear(84, classes, **options)
         self.fused, self.implementation, self.dtype = fused, implementation, dtype
 
-    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
+    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch classes"]:
         """Return the logits."""
         return self._logits(self._features(images))
 

@@ -4,6 +4,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.nn._layers import LayerNorm, LayerNormLinear, Linear
 from jaxbp.ops.pointwise.activations import relu
@@ -37,6 +38,7 @@ class Mixer(nnx.Module):
     mean over the patches.
 
     Args:
+      classes: the number of logits.
       patch: height and width of a patch, a divisor of 28.
       channels: the number of channels of each patch.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
@@ -51,6 +53,7 @@ class Mixer(nnx.Module):
     def __init__(
         self,
         *,
+        classes: int = 10,
         patch: int = 7,
         channels: int = 128,
         patches_hidden: int = 64,
@@ -62,16 +65,17 @@ class Mixer(nnx.Module):
     ):
         if patch < 1 or IMAGE_SIZE % patch:
             raise ValueError(f"Mixer: patch is {patch}; wants a divisor of {IMAGE_SIZE}, the image's height and width")
+        classes = checks.count("Mixer", "classes", classes)
         options = dict(implementation=implementation, dtype=dtype, rngs=rngs)
         patches = (IMAGE_SIZE // patch) ** 2
         self.embed = Linear(patch**2, channels, **options)
         self.blocks = nnx.List(
             MixerBlock(patches, channels, patches_hidden, channels_hidden, **options) for _ in range(blocks)
         )
-        self.head = LayerNormLinear(channels, 10, **options)
+        self.head = LayerNormLinear(channels, classes, **options)
         self.patch, self.dtype = patch, dtype
 
-    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch 10"]:
+    def __call__(self, images: Float[AnyArray, "batch 1 28 28"]) -> Float[Array, "batch classes"]:
         """Return the logits."""
         if images.ndim != 4 or images.shape[1:] != (1, IMAGE_SIZE, IMAGE_SIZE):
             raise ValueError(f"Mixer: images has shape {images.shape}; wants (batch, 1, {IMAGE_SIZE}, {IMAGE_SIZE})")

@@ -16,6 +16,7 @@ from experiments.output.files import write_atomically
 from experiments.output.pages import write_page
 from experiments.training.compiled import compiled_automaton, ticks_per_second
 from experiments.training.pictures import with_square_destroyed, write_pictures
+from experiments.training.reports.logic import hints
 from jaxbp import CellularCircuit
 from jaxbp.nn import LogicAutomaton
 
@@ -35,6 +36,7 @@ def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> 
     figures, lines = life(config, circuit) if isinstance(config, LifeConfig) else trials(config, circuit)
     figures |= {"gates": full.gates, "gates_seen": circuit.gates}
     lines.append(f"a cell has {full.gates:,} gates, simplified, and {circuit.gates:,} for only the visible channels")
+    lines += hints(circuit.gates)
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
             run = compiled_automaton(circuit, compiler, Path(folder))
@@ -108,8 +110,9 @@ def write_files(config: AutomatonConfig, circuit: CellularCircuit) -> None:
     start, large_start = (starts(config, UNSEEN, 1, size)[0] for size in (grid, larger))
     ticks = LARGER * config.steps if isinstance(config, PatternConfig) else LIFE_TICKS // 4
     options = dict(visible=config.visible, fire_rate=config.fire_rate)
-    write_pictures(config.run_dir, circuit, start, large_start, ticks, seed=config.seed, **options)
     target = config.pattern() if isinstance(config, PatternConfig) else None
+    shown = options | dict(trained_ticks=config.steps, target=target)
+    write_pictures(config.run_dir, circuit, start, large_start, ticks, seed=config.seed, **shown)
     write_page(config.run_dir / "automaton.html", circuit, start, target, config.name, **options)
     write_atomically(config.run_dir / "automaton.c", circuit.to_c().encode())
     write_atomically(config.run_dir / "automaton.v", circuit.to_verilog(*grid).encode())

@@ -1,5 +1,6 @@
 """The report on a trained logic network."""
 
+import re
 import shutil
 import tempfile
 import time
@@ -12,8 +13,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.configs.logic import GateConfig, LogicConfig
-from experiments.data import datasets
-from experiments.data.datasets import Dataset
+from experiments.data.datasets import Dataset, Features
 from experiments.output.files import write_atomically
 from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled
@@ -27,11 +27,19 @@ TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
+    after = row_function(dataset.features) if dataset.features else ""
     lines = [
         f"{circuit.histogram().sum():,} gates; {config.run_dir / 'gates.png'} shows their functions",
         f"{len(netlist):,} gates when simplified, in {config.run_dir / 'circuit.c'} and circuit.v",
+        *hints(len(netlist)),
     ]
-    return write_report(config, model, dataset, circuit, netlist, comment(config), lines)
+    return write_report(config, model, dataset, circuit, netlist, comment(config, dataset), lines, after=after)
+
+
+def hints(gates: int) -> list[str]:
+    """Return a line about a circuit without gates, else nothing."""
+    reason = "as initially; more --epochs or a larger --learning-rate may help"
+    return [] if gates else [f"without gates, each output is an input or a constant, {reason}"]
 
 
 def write_report(
@@ -43,14 +51,17 @@ def write_report(
     comment: str,
     lines: Sequence[str],
     verilog: bool = True,
+    after: str = "",
 ) -> str:
     """Write gates.png, which counts the gates of `circuit`, and the code of `evaluated`, which starts with `comment`.
 
-    `evaluated` is `circuit`, perhaps simplified. Return the text to print: accuracies, then `lines`, then speeds.
+    The C code ends with the functions `after`. `evaluated` is `circuit`, perhaps simplified. Return the text to print:
+    accuracies, then `lines`, then speeds.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", pictures.gates(circuit, f"{config.name} on {dataset.name}"))
-    write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
+    code = comment + evaluated.to_c("circuit", model.classes) + after
+    write_atomically(config.run_dir / "circuit.c", code.encode())
     if verilog:
         write_atomically(config.run_dir / "circuit.v", (comment + evaluated.to_verilog("circuit")).encode())
     accuracy = accuracies(model, circuit, bits, dataset.test_labels, config.batch_size)
@@ -72,13 +83,41 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
     return line
 
 
-def comment(config: LogicConfig) -> str:
-    levels, width, group = config.levels, datasets.IMAGE_SHAPES[config.dataset][2], config.gates // datasets.CLASSES
+def comment(config: LogicConfig, dataset: Dataset) -> str:
+    group = config.gates // config.classes
+    outputs = f"There are {config.gates} outputs; class c has outputs {group} c to {group} c + {group - 1}. */\n"
+    if dataset.features:
+        lines = [f"   {i}: {feature} > {limit:.9g}\n" for i, (feature, limit) in enumerate(_bits(dataset.features))]
+        return f"/* Each input is a bit:\n{''.join(lines)}   {outputs}"
+    levels, (channels, height, width) = config.levels, config.shape
+    row = f"({height} * channel + row)" if channels > 1 else "row"
+    index = f"{levels} * ({width} * {row} + column) + level"
     return (
-        f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"
-        f"   for pixels from 0 to 1. There are {config.gates} outputs; class c has outputs {group} c to "
-        f"{group} c + {group - 1}. */\n"
+        f"/* Input {index}: whether a pixel is above (level + 1) / {levels + 1},\n   for pixels from 0 to 1. {outputs}"
     )
+
+
+def row_function(features: Features) -> str:
+    """Return C code of a function that classifies one row of the table."""
+    numbers = [i for i, limits in enumerate(features.thresholds) for _ in limits]
+    limits = [f"{float(limit).hex()}f" for _, limit in _bits(features)]
+    return f"""
+/* Returns the class of one row, with {len(features.names)} features. */
+int circuit_classify_row(const float *row)
+{{
+    static const int features[{len(numbers)}] = {{{", ".join(map(str, numbers))}}};
+    static const float thresholds[{len(limits)}] = {{{", ".join(limits)}}};
+    uint8_t bits[{len(limits)}];
+    for (int i = 0; i < {len(limits)}; i++) bits[i] = row[features[i]] > thresholds[i];
+    return circuit_classify(bits);
+}}
+"""
+
+
+def _bits(features: Features) -> list[tuple[str, np.float32]]:
+    """Return the name and threshold of each bit. Names get no characters that could end a comment of C."""
+    names = [re.sub(r"[^\w .,:%()-]", "_", name) for name in features.names]
+    return [(name, limit) for name, limits in zip(names, features.thresholds, strict=True) for limit in limits]
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:

@@ -23,7 +23,7 @@ def finished(tiny_automaton, tmp_path_factory):
     config = tiny_automaton(run_dir=tmp_path_factory.mktemp("automaton") / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "TIMED_SECONDS", 0.01)
-        patch.setattr(train, "REPORTS", {config.name: automaton})
+        patch.setattr(train, "REPORTS", {config.name: train.Report(automaton.FILES, automaton.report)})
         printed = []
         patch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
         train.train(config)
