@@ -33,7 +33,7 @@ def register(config: Any, reserved: Sequence[str] = ()) -> None:
     """Add an experiment to `EXPERIMENTS`. Its settings must not have a name in `reserved`."""
     if not (isinstance(config, type) and issubclass(config, TrainingConfig)):
         raise UserError(f"register: config is {config!r}; wants a subclass of TrainingConfig")
-    where = f"register: {config.__qualname__}"
+    where = f"register: {config.__name__}"
     if "__dataclass_params__" not in vars(config) or not config.__dataclass_params__.frozen:
         raise UserError(f"{where} is no frozen dataclass; wants @dataclasses.dataclass(frozen=True, kw_only=True)")
     name = getattr(config, "name", None)
@@ -41,7 +41,7 @@ def register(config: Any, reserved: Sequence[str] = ()) -> None:
         raise UserError(f"{where} has the name {name!r}; wants letters, digits, and hyphens")
     other = EXPERIMENTS.get(name, config)
     if (other.__module__, other.__qualname__) != (config.__module__, config.__qualname__):
-        raise UserError(f"{where} has the name {name!r}, which is the name of {other.__qualname__}; wants another name")
+        raise UserError(f"{where} has the name {name!r}, which is the name of {other.__name__}; wants another name")
     for setting, annotation in annotations(config).items():
         if setting in reserved:
             raise UserError(

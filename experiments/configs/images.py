@@ -67,10 +67,13 @@ class ImageConfig(TrainingConfig):
             for field, value in self._named().items():
                 self._check(field, getattr(self, field) == value, f"{value}, as in {self.dataset}")
         self._check_shape()
-        side = min(self.shape[1:]) if self.has_images else 1
-        self._check("shift", self.shift < side, f"a whole number from 0 to {side - 1}")
-        fits = self.distortion == 0 or (self.has_images and self.distortion < side)
-        self._check("distortion", fits, f"a number of pixels from 0, below {side}" if self.has_images else "0")
+        if self.has_images:
+            side = min(self.shape[1:])
+            self._check("shift", self.shift < side, f"a whole number from 0 to {side - 1}")
+            self._check("distortion", self.distortion < side, f"a number of pixels from 0, below {side}")
+        else:
+            for field in ("shift", "distortion"):
+                self._check(field, getattr(self, field) == 0, "0, because the data are no images")
 
     @property
     def has_images(self) -> bool:
@@ -123,7 +126,7 @@ class ImageConfig(TrainingConfig):
         return {"shape": datasets.IMAGE_SHAPES[self.dataset], "classes": datasets.CLASSES}
 
     def _read(self) -> Dataset:
-        return user_data.read(self.data, classes=self.classes)
+        return user_data.read(self.data, None, self.classes, [".npz"])
 
     def _check_shape(self) -> None:
         wanted = self.image_shape or "channels, height, and width of images"

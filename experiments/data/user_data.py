@@ -24,12 +24,15 @@ MOST_SIDE = 64
 """The largest height and width of a picture."""
 
 
-def read(path: Path, target: str | None = None, classes: int | None = None) -> Dataset:
+def read(
+    path: Path, target: str | None = None, classes: int | None = None, suffixes: Sequence[str] = (".npz", ".csv")
+) -> Dataset:
     """Read a data set whose inputs are images, or rows `(examples, features)` of a table.
 
     If the file has no test set, a fifth of the examples of each class become the test set.
 
     Args:
+      path: a file whose name ends in one of the `suffixes`.
       target: the column of a CSV file with the labels.
       classes: the number of classes. None: one more than the largest label, and every class needs a training example.
 
@@ -37,10 +40,9 @@ def read(path: Path, target: str | None = None, classes: int | None = None) -> D
       UserError: the file has other content than docs/own_data.md describes.
       FileNotFoundError: there is no such file.
     """
-    readers = {".npz": _read_npz, ".csv": _read_csv}
-    if (reader := readers.get(path.suffix.lower())) is None:
-        raise UserError(f"data is {path}; wants a file whose name ends in {' or '.join(readers)}")
-    x, y, names = _cached(reader, path, target)
+    if (suffix := path.suffix.lower()) not in suffixes:
+        raise UserError(f"data is {path}; wants a file whose name ends in {' or '.join(suffixes)}")
+    x, y, names = _cached(_read_csv if suffix == ".csv" else _read_npz, path, target)
     return _dataset(path, x, y, classes, names)
 
 
@@ -137,7 +139,8 @@ def _inputs(path: Path, name: str, array: np.ndarray) -> Float32[np.ndarray, "ex
         raise UserError(f"{path}: {name} has shape {array.shape}; wants {wanted}, without an empty axis")
     if array.ndim > 2:
         array = _scaled(path, name, _channels_first(path, name, array))
-    array = array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         at = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
         raise UserError(f"{path}: {name} is {array[at]} at {at}; wants finite numbers of float32")

@@ -1,4 +1,5 @@
 import ast
+import importlib
 import io
 import itertools
 import json
@@ -10,13 +11,14 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
 from experiments import compare, configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
-from experiments.training import loop, pictures
+from experiments.training import loop, pictures, run_directory
 from experiments.training.loop import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,7 @@ def test_80_columns_have_room_for_the_longest_line(toy_config, monkeypatch):
 
 
 MISTAKES = {
+    "value out of range": (["--batch-size", "0"], "batch_size is 0; wants a whole number of at least 1"),
     "batch of more than the training set": (["--batch-size", "1438"], "batch_size is 1438; wants at most 1437"),
     "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is not in nowhere"),
     "occupied run directory": (["--run-dir", "."], "run_dir is ., which is not empty"),
@@ -103,7 +106,6 @@ REFUSED = {
     "unknown experiment": (["alexnet"], "alexnet"),
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
-    "value out of range": (["lenet", "--batch-size", "0"], "batch_size is 0; wants a whole number of at least 1"),
 }
 
 
@@ -189,6 +191,9 @@ def test_every_option_reaches_the_config(tmp_path):
         "experiment": "lenet",
         "resume": False,
         "fused": False,
+        "data": None,
+        "shape": [1, 28, 28],
+        "classes": 10,
         **options,
     }
 
@@ -218,7 +223,7 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
 @pytest.fixture
 def run(toy_config, tmp_path, monkeypatch):
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config, "lenet": LeNetConfig})
-    return lambda *args: train.main([*args, "--run-dir", str(tmp_path / "run")])
+    return lambda *args, **options: train.main([*args, "--run-dir", str(tmp_path / "run")], **options)
 
 
 def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path, capsys, monkeypatch):
@@ -287,6 +292,103 @@ def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path,
     assert run("toy") == 130
     assert capsys.readouterr().err == "stopped before anything was written\n"
     assert not (tmp_path / "run").exists()
+
+
+OFFERED = {"lenet": "{None,digits,mnist,fashion_mnist}", "logic-conv": "{None,digits,mnist,fashion_mnist,cifar10}"}
+
+
+@pytest.mark.parametrize(("experiment", "datasets"), OFFERED.items())
+def test_a_command_offers_the_datasets_that_it_can_take(experiment, datasets, capsys):
+    with pytest.raises(SystemExit):
+        train.main([experiment, "--help"])
+    offered = re.search(
+        r"--dataset\s+(\{.*?\})", re.sub(r"[│\s]+", "", capsys.readouterr().out).replace("--dataset", "--dataset ")
+    )
+    assert offered[1] == datasets
+
+
+WRONG_DATA = {
+    "no file": ("lenet", "--data", "nowhere.npz"),
+    "bytes": ("logic-conv", "--data", "bytes.npz"),
+    "table without a target": ("logic", "--data", "table.csv"),
+    "table for images": ("lenet", "--data", "table.csv"),
+    "rows for images": ("logic-conv", "--data", "rows.npz"),
+    "no picture": ("ca", "--target", "table.csv"),
+}
+
+
+@pytest.mark.parametrize("args", WRONG_DATA.values(), ids=WRONG_DATA)
+def test_data_that_a_command_cannot_take_end_in_one_line_that_names_the_file(args, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bytes.npz").write_bytes(b"PK")
+    Path("table.csv").write_text("a,b\n1,0\n2,1\n")
+    np.savez("rows.npz", x_train=np.eye(8), y_train=np.arange(8) % 2)
+    assert train.main([*args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert args[2] in error and "; wants " in error
+    assert not Path("runs").exists()
+
+
+def test_a_run_resumes_with_moved_data_but_not_with_other_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
+    images, labels = np.random.default_rng(0).random((40, 28, 28), np.float32), np.arange(40) % 3
+    np.savez("a.npz", x_train=images, y_train=labels)
+    assert (
+        train.main(
+            ["mixer", "--channels", "4", "--blocks", "1", "--data", "a.npz", "--epochs", "1", "--run-dir", "run"]
+        )
+        == 0
+    )
+    Path("a.npz").rename("b.npz")
+    resume = ["--resume", "--run-dir", "run", "--epochs", "2"]
+    assert train.main(resume) == 2
+    assert capsys.readouterr().err == "error: a.npz is not a file; wants an existing file\n"
+    assert train.main([*resume, "--data", "b.npz"]) == 0
+    assert json.loads(Path("run", "config.json").read_text())["data"] == "b.npz"
+    before = sorted(path.read_bytes() for path in Path("run").rglob("*") if path.is_file())
+    np.savez("b.npz", x_train=images[::-1], y_train=labels[::-1])
+    resume[-1] = "3"
+    capsys.readouterr()
+    assert train.main(resume) == 2
+    said = r"error: cannot resume run: the data differ .* \(SHA-256 saved \w{64}, now \w{64}\); wants the same data\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+    assert sorted(path.read_bytes() for path in Path("run").rglob("*") if path.is_file()) == before
+
+
+def test_an_experiment_outside_the_repository_has_the_commands_and_the_report(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "own_experiments.md").read_text()
+    (tmp_path / "spirals.py").write_text(re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1])
+    np.save(tmp_path / "noise.npy", np.zeros((500, 2), np.float32))
+    command = [sys.executable, "-m", "spirals", "spirals", "--noise", "noise.npy", "--epochs", "1", "--run-dir", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "points/s" in done.stdout and f"are in {Path('run', 'classes.txt')}\n" in done.stdout
+    assert {"classes.txt", "curves.png", "files.sha256"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(configs, "EXPERIMENTS", {**configs.EXPERIMENTS})
+    monkeypatch.setattr(train, "REPORTS", {**train.REPORTS})
+    configs.EXPERIMENTS.pop("spirals", None)
+    assert train.main(["--resume", "--run-dir", "run"]) == 2
+    assert "an unknown experiment, spirals; wants" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("spirals")
+    assert train.main(["--resume", "--run-dir", "run", "--epochs", "12"], "python -m spirals") == 0
+    config, model = run_directory.load(Path("run"))
+    assert (config.noise, config.epochs, config.hidden) == (Path("noise.npy"), 12, 64)
+    dataset, classes = config.load(), np.loadtxt("run/classes.txt", int)
+    assert np.array_equal(classes, np.argmax(model(dataset.test_images), axis=-1))
+    assert np.mean(classes == dataset.test_labels) > 0.7
+
+
+def test_ctrl_c_names_the_program_of_an_experiment_of_ones_own(run, press_ctrl_c, toy_config, capsys, monkeypatch):
+    monkeypatch.setattr(train, "_progress", lambda *_: press_ctrl_c())
+    monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
+    assert run("toy", program="python -m spirals") == 130
+    assert "; resume with: python -m spirals --resume --run-dir " in capsys.readouterr().err
 
 
 def test_a_result_needs_a_folder(capsys):

@@ -38,8 +38,8 @@ def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
 
 def hints(gates: int) -> list[str]:
     """Return a line about a circuit without gates, else nothing."""
-    reason = "as initially; more --epochs or a larger --learning-rate may help"
-    return [] if gates else [f"without gates, each output is an input or a constant, {reason}"]
+    advice = "more --epochs or a larger --learning-rate may help"
+    return [] if gates else [f"no gate is left, so that each output is an input or a constant; {advice}"]
 
 
 def write_report(

@@ -1,10 +1,18 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
-from experiments.configs import AUTOMATA
-from experiments.configs.automaton_experiments import CheckerboardConfig, LetterConfig, LifeConfig, LizardConfig
+from experiments.configs import AUTOMATA, from_dict, to_dict
+from experiments.configs.automaton_experiments import (
+    CheckerboardConfig,
+    LetterConfig,
+    LifeConfig,
+    LizardConfig,
+    PictureConfig,
+)
 from experiments.data import patterns
+from experiments.output.errors import UserError
 from jaxbp import Automaton
 
 # Channels, kernels times bits per channel, ticks, gates of the first update layer, learning rate, batch, updates.
@@ -21,7 +29,7 @@ def seeds(*numbers):
     return jnp.array(numbers, jnp.uint32)
 
 
-@pytest.mark.parametrize("name", AUTOMATA)
+@pytest.mark.parametrize("name", TABLE)
 def test_the_published_settings(name):
     channels, bits, *_, rate, batch, updates = TABLE[name]
     config = AUTOMATA[name](recipe="published")
@@ -57,3 +65,22 @@ def test_where_automata_start():
 
 def test_the_letter_is_in_the_colors_of_three_channels():
     assert np.array_equal(LetterConfig().pattern(), patterns.letter())
+
+
+def test_a_picture_determines_the_grid_the_channels_and_the_ticks(tmp_path):
+    path = tmp_path / "picture.png"
+    pixels = np.full((9, 12, 3), 255, np.uint8)
+    pixels[2:5, 3] = 0
+    Image.fromarray(pixels).save(path)
+    config = PictureConfig(target=path)
+    assert (config.grid, config.visible, config.steps, config.data_name) == ((9, 12), 1, 10, "picture.png")
+    assert np.argwhere(config.starts(seeds(0))[0, ..., 5]).tolist() == [[4, 6]]
+    assert np.argwhere(config.targets(config.starts(seeds(0)))).tolist() == [[2, 3, 0], [3, 3, 0], [4, 3, 0]]
+    before = config.data_checksum(config.load())
+    pixels[2, 3] = (0, 0, 255)
+    Image.fromarray(pixels).save(path)
+    assert config.visible == 3 and config.data_checksum(config.load()) != before
+    path.unlink()
+    assert from_dict(PictureConfig, to_dict(config)) == config
+    with pytest.raises(UserError, match="target is None; wants a picture, such as a PNG file"):
+        PictureConfig()

@@ -1,10 +1,13 @@
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 
+from experiments.configs import from_dict, register, to_dict
 from experiments.configs.base import build, described, matches
+from experiments.output.errors import UserError
 
 INVALID = [
     ("seed", -1),
@@ -41,6 +44,8 @@ CASES = [
     (dict[str, float], [{}, {"a": 1}], [{"a": "b"}, {1: 1.0}, []]),
     (list[dict[str, Any]], [[{"a": [None]}]], [[{1: 2}], [1]]),
     (Path, [Path("a")], ["a"]),
+    (tuple[int, ...], [(), (1, 2)], [[1], (1, "2"), 1]),
+    (tuple[int, str], [(1, "a")], [(1,), ("a", 1)]),
 ]
 
 
@@ -68,3 +73,49 @@ def test_fields_are_checked_before_they_are_used():
 
 def test_an_annotation_is_described_without_modules():
     assert [described(each) for each in (Path | None, list[int])] == ["Path or None", "list[int]"]
+
+
+def test_settings_come_back_from_json(toy_config):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(toy_config):
+        file: Annotated[Path | None, "note"] = None
+        name_or_file: str | Path = "name"
+        files: tuple[Path, ...] = ()
+        pairs: "tuple[tuple[int, str], ...] | None" = None
+
+    config = Config(file=Path("a b"), files=(Path("c"), Path("d")), pairs=((1, "x"), (2, "y")), run_dir=Path("run"))
+    assert from_dict(Config, json.loads(json.dumps(to_dict(config)))) == config
+    with pytest.raises(UserError, match=r"files is \('a',\); wants a value of type tuple\[.*Path, ...\]"):
+        Config(files=("a",))
+
+
+def test_a_config_without_a_default_batch_size_is_refused(toy_config):
+    class Config(toy_config):
+        def defaults(self):
+            return {"epochs": 1, "learning_rate": 0.1}
+
+    with pytest.raises(UserError, match=r"batch_size is None; wants a value, or a default from Config\.defaults"):
+        Config()
+
+
+def renamed(toy_config, name, **fields):
+    made = dataclasses.make_dataclass("Mine", fields.items(), bases=(toy_config,), frozen=True, kw_only=True)
+    made.name = name
+    return made
+
+
+def test_a_class_that_no_command_can_offer_is_not_registered(toy_config):
+    class Plain(toy_config):
+        name = "plain"
+
+    cases = {
+        "config is 3; wants a subclass of TrainingConfig": 3,
+        "Plain is no frozen dataclass; wants @dataclasses.dataclass": Plain,
+        "Mine has the name 'my run'; wants letters, digits, and hyphens": renamed(toy_config, "my run"),
+        "Mine has the name 'lenet', which is the name of LeNetConfig": renamed(toy_config, "lenet"),
+        "Mine has the setting json, which is an option of every command": renamed(toy_config, "mine", json=int),
+        "Mine has the setting x of type dict.* wants int": renamed(toy_config, "mine", x=dict[str, int]),
+    }
+    for message, config in cases.items():
+        with pytest.raises(UserError, match=f"register: {message}"):
+            register(config, reserved=["json"])

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import jax
@@ -6,8 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.configs.base import from_dict, to_dict
 from experiments.configs.images import ImageConfig, LeNetConfig, MixerConfig, classification_loss
 from experiments.data import augmentation, datasets
+from experiments.output.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -80,3 +83,52 @@ def test_what_no_mixer_can_have_is_refused(setting, value):
 def test_it_learns_more_slowly_than_a_lenet():
     assert MixerConfig().learning_rate == 1e-3
     assert MixerConfig().batch_size == 16
+
+
+@pytest.fixture
+def own(tmp_path):
+    def save(shape, classes=3, examples=200):
+        path, labels = tmp_path / "own.npz", np.arange(examples) % classes
+        np.savez(path, x_train=np.random.default_rng(0).random((examples, *shape), np.float32), y_train=labels)
+        return path
+
+    return save
+
+
+def test_a_model_has_the_classes_of_own_data(own):
+    for config in (LeNetConfig(data=own((28, 28))), MixerConfig(data=own((28, 28)), channels=8)):
+        assert (config.shape, config.classes, config.data_name) == ((1, 28, 28), 3, "own.npz")
+        # As many steps as for the digits, 20 epochs of 89.
+        assert (config.batch_size, config.epochs) == (8, 89)
+        logits = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0](jnp.zeros((2, 1, 28, 28))))  # noqa: B023
+        assert logits.shape == (2, 3)
+
+
+def test_settings_of_a_saved_run_need_no_file(own):
+    path = own((28, 28))
+    config = LeNetConfig(data=path)
+    path.rename(path.with_name("moved.npz"))
+    saved = from_dict(LeNetConfig, json.loads(json.dumps(to_dict(config))))
+    assert saved == config
+    with pytest.raises(FileNotFoundError, match=r"own\.npz is not a file"):
+        saved.load()
+    assert len(from_dict(LeNetConfig, to_dict(config) | {"data": str(path.with_name("moved.npz"))}).load()[0]) == 161
+    own((20, 20))
+    with pytest.raises(
+        UserError, match=r"own.npz has examples of shape \(1, 20, 20\); wants \(1, 28, 28\), as in the run"
+    ):
+        saved.load()
+
+
+def test_own_data_that_a_model_cannot_take_are_refused(own):
+    path = own((20, 20))
+    cases = {
+        r"has examples of shape \(1, 20, 20\); wants \(1, 28, 28\)": dict(data=path),
+        "dataset is 'mnist'; wants no name of a dataset, because data is": dict(data=path, dataset="mnist"),
+        "classes is 3; wants 10, as in digits": dict(classes=3),
+    }
+    for message, settings in cases.items():
+        with pytest.raises(UserError, match=message):
+            LeNetConfig(**settings)
+    with pytest.raises(UserError, match=r"data is table.csv; wants a file whose name ends in .npz$"):
+        LeNetConfig(data=Path("table.csv"))

@@ -33,7 +33,7 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
     [
         ("layers", 0, "a whole number of at least 1"),
         ("gates", 2001, "a positive multiple of 10"),
-        ("gates", 1000, "at least half of the 2352 bits of an image, or wiring 'random'"),
+        ("gates", 1000, "at least half of the 2352 bits of an example, or wiring 'random'"),
         ("tau", 0.0, "a finite number above 0"),
         ("levels", 0, "a whole number of at least 1"),
         ("wiring", "all", "one of unique, random"),
@@ -139,3 +139,55 @@ def test_the_evaluation_is_hardened():
 def test_settings_that_no_convolutional_run_can_have_are_refused(field, value, wanted):
     with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConvConfig(**{field: value})
+
+
+def test_the_network_for_own_images_halves_them_until_they_are_small():
+    def sizes(*shape):
+        return [(c.kernels, c.pool) for c in logic.architecture_for(shape).convolutions]
+
+    assert sizes(3, 3, 2) == [(1, (1, 1))]
+    assert sizes(1, 8, 3) == [(1, (2, 1)), (4, (2, 1))]
+    assert sizes(3, 64, 32) == [(1, (2, 2)), (4, (2, 2)), (16, (2, 2)), (32, (2, 2)), (32, (2, 1))]
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 3), (3, 9, 20)])
+def test_own_images_of_every_size_have_a_network(tmp_path, shape):
+    images, labels = np.random.default_rng(0).random((60, *shape), np.float32), np.arange(60) % 7
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels)
+    config = LogicConvConfig(data=tmp_path / "own.npz", kernels=1)
+    model, _ = config.build(jax.random.key(0))
+    assert jax.eval_shape(lambda x: model(config.bits(x)), images[:2]).shape == (2, 7)
+    assert config.widths[-1] % 7 == 0 and config.tau == np.sqrt(config.widths[-1] / 28)
+
+
+@pytest.fixture
+def own_table(tmp_path):
+    path, rows = tmp_path / "own.csv", np.random.default_rng(0).random((50, 3))
+    lines = [f"{a},{b},{c > 0.5},{i % 3}" for i, (a, b, c) in enumerate(rows)]
+    path.write_text("\n".join(["a,b,c,class", *lines]).replace("True", "1").replace("False", "0"))
+    return path
+
+
+def test_a_table_becomes_bits_and_the_gates_a_multiple_of_the_classes(own_table):
+    config = LogicConfig(data=own_table, target="class")
+    assert (config.shape, config.inputs, config.classes, config.gates, config.levels) == ((31,), 31, 3, 2001, 15)
+    assert config.wiring == "random" and LogicConfig(data=own_table, target="class", gates=300).wiring == "unique"
+    dataset = config.load()
+    assert dataset.test_images.shape == (9, 31) and np.array_equal(config.bits(dataset.test_images), dataset[2])
+    settings = dict(data=own_table, target="class")
+    cases = {
+        "shift is 1; wants 0, because the data are no images": settings | dict(shift=1),
+        "gates is 600; wants at most 465, the pairs of 31 bits": settings | dict(gates=600, wiring="unique"),
+        "target is 'class'; wants no column, or data as well": dict(target="class"),
+        "gates is 2000; wants a positive multiple of 3": settings | dict(gates=2000),
+    }
+    for message, wrong in cases.items():
+        with pytest.raises(UserError, match=message):
+            LogicConfig(**wrong)
+
+
+def test_own_images_have_gates_for_all_bits(tmp_path):
+    path = tmp_path / "own.npz"
+    np.savez(path, x_train=np.zeros((60, 3, 40, 40), np.uint8), y_train=np.arange(60) % 7)
+    config = LogicConfig(data=path)
+    assert config.inputs == 3 * 3 * 40 * 40 and config.gates == 7203 and config.wiring == "unique"

@@ -129,6 +129,19 @@ def test_a_strip_has_a_row_for_each_run_from_its_first_tick_to_its_last():
         assert np.flatnonzero(np.array(shares) > 0.4).tolist() == list(full), shares
 
 
+def test_a_strip_shows_the_tick_trained_for_and_the_target(drawn):
+    states, target = np.zeros((41, 8, 8, 1), bool), np.eye(8, dtype=bool)[..., None]
+    states[10] = target
+    strip({"a": states, "b": states[:5]}, 1, 10, target)
+    titles = [axes.get_title() for axes in drawn[0].axes if axes.axison]
+    first = ["tick 0", "tick 7", "tick 10, trained for", *(f"tick {tick}" for tick in (13, 20, 27, 33, 40)), "target"]
+    assert titles == [*first, *(f"tick {tick}" for tick in range(5))]
+    shown = [
+        axes.images[0].get_array() for axes in drawn[0].axes if axes.get_title() in ("tick 10, trained for", "target")
+    ]
+    assert len(shown) == 2 and all(np.array_equal(image, target[..., 0]) for image in shown)
+
+
 def test_a_destroyed_square_is_zero_and_the_rest_is_kept():
     state = np.ones((10, 7, 2), bool)
     broken = with_square_destroyed(state)
