@@ -377,3 +377,10 @@ def test_the_gradient_in_the_images_is_computed_only_when_asked_for(argument, pr
     in_scope = [line for line in program.splitlines() if "/conv2d_backward_input/" in line]
     assert any("[3,6,12,12]" in line for line in in_scope)
     assert any("[3,1,28,28]" in line for line in in_scope) == present
+
+
+def test_the_number_of_logits_is_a_choice():
+    model = nnx.eval_shape(lambda: LeNet(classes=3, rngs=nnx.Rngs(0)))
+    assert jax.eval_shape(lambda model, x: model(x), model, jnp.zeros((2, 1, 28, 28))).shape == (2, 3)
+    with pytest.raises(ValueError, match="LeNet: classes is 0; wants an int of at least 1"):
+        LeNet(classes=0, rngs=nnx.Rngs(0))

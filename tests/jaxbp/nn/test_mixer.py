@@ -75,3 +75,10 @@ def test_images_of_another_shape_are_refused(shape):
 def test_patches_that_do_not_fill_the_image_are_refused(patch):
     with pytest.raises(ValueError, match=f"Mixer: patch is {patch}; wants a divisor of 28"):
         Mixer(patch=patch, rngs=nnx.Rngs(0))
+
+
+def test_the_number_of_logits_is_a_choice():
+    model = nnx.eval_shape(lambda: Mixer(classes=3, channels=4, blocks=1, rngs=nnx.Rngs(0)))
+    assert jax.eval_shape(lambda model, x: model(x), model, jnp.zeros((2, 1, 28, 28))).shape == (2, 3)
+    with pytest.raises(ValueError, match="Mixer: classes is 0; wants an int of at least 1"):
+        Mixer(classes=0, rngs=nnx.Rngs(0))

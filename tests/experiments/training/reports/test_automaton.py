@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from cells import Gates, checkerboard, checkerboard_target
 from cells import life as life_circuit
+from PIL import Image
 
 from experiments import configs, train
-from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig
+from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig, PictureConfig
 from experiments.training import compiled
 from experiments.training.loop import TIMINGS
 from experiments.training.reports import automaton
@@ -79,6 +80,29 @@ def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):
     lines = [(c.run_dir / "metrics.jsonl").read_text().splitlines()[-1] for c in (whole, config)]
     assert lines[0] != lines[1]
     assert metrics(config) == metrics(whole) and len(metrics(whole)) == 4
+
+
+def test_a_picture_of_ones_own_leaves_the_report(tmp_path, monkeypatch, capsys):
+    sizes = dict(channels=4, perception=(2, (8, 4, 2)), update=(16, 8, 4), hardening=(40, 2), trials=1)
+    for name, value in sizes.items():
+        monkeypatch.setattr(PictureConfig, name, value)
+    monkeypatch.setattr(compiled, "TIMED_SECONDS", 0.01)
+    monkeypatch.setattr(automaton, "TIMED_GRID", (8, 8))
+    pixels = np.full((4, 5, 3), 255, np.uint8)
+    pixels[1, 2:4] = (255, 0, 0)
+    Image.fromarray(pixels).save(tmp_path / "mine.png")
+    run_dir = tmp_path / "run"
+    options = ["--target", str(tmp_path / "mine.png"), "--run-dir", str(run_dir), "--json", str(tmp_path / "mine.json")]
+    assert train.main(["ca", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "from its one start, every cell right: at tick 6" in printed
+    assert "no gate is left" in printed or json.loads((run_dir / "automaton.json").read_text())["gates_seen"]
+    assert {*automaton.FILES} <= {path.name for path in run_dir.iterdir()}
+    assert json.loads((tmp_path / "mine.json").read_text())["dataset"] == "mine.png"
+    pixels[0, 0] = 0
+    Image.fromarray(pixels).save(tmp_path / "mine.png")
+    assert train.main(["--resume", "--run-dir", str(run_dir), "--epochs", "3"]) == 2
+    assert "the data differ from the data of the run" in capsys.readouterr().err
 
 
 def test_every_setting_is_an_option_of_the_command_line(tmp_path):
