@@ -30,8 +30,8 @@ EXAMPLES: Mapping[DatasetName, int] = {"digits": 1437, "mnist": 60_000}
 """Numbers of training examples of the datasets whose recipes `ImageConfig.data` gets."""
 LARGE = 10_000
 """From this number of training examples on, `ImageConfig.data` gets the recipe of MNIST."""
-LEAST_BATCH, LEAST_STEPS_PER_EPOCH = 8, 20
-"""Limits of the default batch size of `ImageConfig.data`."""
+LEAST_BATCH, LEAST_STEPS_PER_EPOCH, MOST_EPOCHS = 8, 20, 300
+"""Limits of the default batch size and epochs of `ImageConfig.data`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class ImageConfig(TrainingConfig):
             "shape": dataset.train_images.shape[1:],
             "classes": dataset.classes,
             "batch_size": batch_size,
-            "epochs": -(-steps // max(examples // batch_size, 1)),
+            "epochs": min(-(-steps // max(examples // batch_size, 1)), MOST_EPOCHS),
         }
 
     def recipe(self, dataset: DatasetName) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class LogicConfig(GateConfig):
         return user_data.as_bits(dataset, self.levels or TABLE_LEVELS) if dataset.features else dataset
 
     def _check_shape(self) -> None:
-        if self.has_images:
+        if len(self.shape) != 1:
             super()._check_shape()
 
 
