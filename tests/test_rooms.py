@@ -216,7 +216,7 @@ OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "wrong_backwards")),
     *(f"jaxbp/verify/test_planted_mistakes{name}" for name in ("", "_by_data")),
     "experiments/training/test_damage",
-    "jaxbp/pairing/test_pair_under_vmap",
+    *("jaxbp/pairing/test_pair_in_forward_mode", "jaxbp/pairing/test_pair_under_vmap"),
 }
 
 

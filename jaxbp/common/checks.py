@@ -159,11 +159,6 @@ def boolean(op: str, name: str, value: Any) -> bool:
     return bool(value)
 
 
-def is_symbolic(*sizes: Any) -> bool:
-    """Return whether one of the sizes is symbolic, as in `jax.export`."""
-    return not all(isinstance(size, int | np.integer) for size in sizes)
-
-
 def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import max_dim, min_dim
+from jax.export import is_symbolic_dim
 
 from jaxbp.common import checks
 
@@ -84,18 +85,18 @@ def dilated(window, dilation) -> tuple[int, ...]:
 
 
 def arange(n):
-    return jnp.arange(n) if checks.is_symbolic(n) else np.arange(n)
+    return jnp.arange(n) if is_symbolic_dim(n) else np.arange(n)
 
 
 def has_symbolic_sides(pads) -> bool:
-    return checks.is_symbolic(*itertools.chain(*pads))
+    return any(map(is_symbolic_dim, itertools.chain(*pads)))
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
     """Return `padding` as one pair (before, after) per axis. `window` is the dilated window's size."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         pads = lax.padtype_to_pads(input_size, window, stride, padding.upper())
-        return tuple(tuple(p if checks.is_symbolic(p) else int(p) for p in both) for both in pads)
+        return tuple(tuple(p if is_symbolic_dim(p) else int(p) for p in both) for both in pads)
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
         return ((window[0] - 1, 0),)
     pads = checks.sides(padding, len(input_size))
@@ -120,9 +121,8 @@ def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
 
 
 def fits(extent, input_size, padding) -> bool:
-    symbolic = checks.is_symbolic(*extent, *input_size)
     sides = zip(extent, input_size, padding, strict=True)
-    return all((symbolic and checks.is_symbolic(size, reach)) or size + sum(p) >= reach for reach, size, p in sides)
+    return all(is_symbolic_dim(size) or is_symbolic_dim(reach) or size + sum(p) >= reach for reach, size, p in sides)
 
 
 class PoolOptions(TypedDict, total=False):

@@ -2,24 +2,24 @@
 
 A call passes through these layers, and a gradient through them again, in this order:
 
-    op          `Op` chooses the implementation, also by platform (`None`), and reports what is unsupported
-    mesh        on a mesh with explicit axes, XLA chooses the sharding within the op
-    primitives  `reverse_mode_only` lets forward mode raise an error that names the op
-    pair        `Pair`, a `jax.custom_vjp`: the forward returns the result and the residuals, named for `jax.checkpoint`
-    primitives  `mapped_axis_first` moves the axis of `jax.vmap` to the front of the results
-    pair        the backward computes the gradients, whose shapes and dtypes are checked against the arguments
-    pair        `differentiable` gives a kernel the derivatives of its formula, by a `jax.custom_jvp`
-    mesh        `over_devices` runs a kernel on each device of a mesh with a part of the examples
+    op    `Op` chooses the implementation, also by platform (`None`), and reports what is unsupported
+    mesh  on a mesh with explicit axes, XLA chooses the sharding within the op
+    pair  `reverse_mode_only` lets forward mode raise an error that names the op
+    pair  `Pair`, a `jax.custom_vjp`: the forward returns the result and the residuals, named for `jax.checkpoint`
+    pair  `mapped_axis_first` moves the axis of `jax.vmap` to the front of the results
+    pair  the backward computes the gradients, whose shapes and dtypes are checked against the arguments
+    op    `differentiable` gives a kernel the derivatives of its formula, by a `jax.custom_jvp`
+    mesh  `over_devices` runs a kernel on each device of a mesh with a part of the examples
 """
 
 from jaxbp.pairing.op import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jaxbp.pairing.op import DefaultImplementation as DefaultImplementation
 from jaxbp.pairing.op import Implementation as Implementation
 from jaxbp.pairing.op import Op as Op
+from jaxbp.pairing.op import differentiable as differentiable
 from jaxbp.pairing.op import name_of as name_of
 from jaxbp.pairing.op import per_implementation as per_implementation
 from jaxbp.pairing.pair import Pair as Pair
-from jaxbp.pairing.pair import differentiable as differentiable
 from jaxbp.pairing.pair import given_arguments as given_arguments
 from jaxbp.pairing.pair import saving_arguments as saving_arguments
 from jaxbp.pairing.pair import transpose as transpose

@@ -77,28 +77,21 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
         return jax.sharding.auto_axes(function, out_sharding=specs)(*arrays)
 
 
-def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device with a part of the examples, or with all examples if they
-    cannot be divided evenly. `formula`, the same function in jnp, gives the results' shapes."""
-
-    @functools.wraps(kernel)
-    def call(*arrays):
-        if batch_axes is None or mesh_of(arrays) is None:
-            return kernel(*arrays)
-        axes = batch_axes(*arrays) if callable(batch_axes) else batch_axes
-        arguments = inspect.signature(formula).bind(*arrays).arguments
-        if unknown := axes.of.keys() - arguments.keys():
-            raise ValueError(f"batch_axes: names {sorted(unknown)}; wants names among {list(arguments)}")
-        if not axes.of or jnp.ndim(jax.tree.leaves(arguments[next(iter(axes.of))])[0]) <= axes.features:
-            return kernel(*arrays)
-        leaves, structure = jax.tree.flatten(arrays)
-        flat = lambda f: lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves)))  # noqa: E731
-        of_arguments = list(itertools.chain(*(_of_leaves(axes.of.get(name), a) for name, a in arguments.items())))
-        of_results = _that_grow(flat(formula), leaves, of_arguments)
-        results = _partitioned(flat(kernel), of_arguments, of_results, axes.multiple_of)(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(formula, *arrays)), results)
-
-    return call
+def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes, arrays: tuple) -> Any:
+    """Return `kernel(*arrays)`, which each device of a mesh computes for a part of the examples, or for all examples if
+    they cannot be divided evenly. `formula`, the same function in jnp, gives the results' shapes."""
+    axes = batch_axes(*arrays) if callable(batch_axes) else batch_axes
+    arguments = inspect.signature(formula).bind(*arrays).arguments
+    if unknown := axes.of.keys() - arguments.keys():
+        raise ValueError(f"batch_axes: names {sorted(unknown)}; wants names among {list(arguments)}")
+    if not axes.of or jnp.ndim(jax.tree.leaves(arguments[next(iter(axes.of))])[0]) <= axes.features:
+        return kernel(*arrays)
+    leaves, structure = jax.tree.flatten(arrays)
+    flat = lambda f: lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves)))  # noqa: E731
+    of_arguments = list(itertools.chain(*(_of_leaves(axes.of.get(name), a) for name, a in arguments.items())))
+    of_results = _that_grow(flat(formula), leaves, of_arguments)
+    results = _partitioned(flat(kernel), of_arguments, of_results, axes.multiple_of)(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(formula, *arrays)), results)
 
 
 def _of_leaves(axis, argument):

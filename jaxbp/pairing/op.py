@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -12,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.export import is_symbolic_dim
 
-from jaxbp.common import checks
-from jaxbp.pairing.mesh import mesh_of, on_explicit_axes, with_automatic_axes
+from jaxbp.pairing.mesh import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.arrays import unify_varying_axes
 
@@ -223,6 +222,41 @@ class Op(Generic[P, R]):
         return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
 
 
+def differentiable(
+    kernel: Callable[P, R], formula: Callable[P, R], batch_axes: BatchAxes | None = None
+) -> Callable[P, R]:
+    """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
+
+    Both take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of a mesh runs the
+    kernel on a part of the examples.
+    """
+
+    @remembered
+    def bind(options):
+        kernel_, formula_ = (functools.partial(f, **options.values) for f in (kernel, formula))
+
+        @functools.wraps(kernel_)
+        def call(*arrays):
+            if batch_axes is None or mesh_of(arrays) is None:
+                return kernel_(*arrays)
+            return over_devices(kernel_, formula_, batch_axes, arrays)
+
+        # Without jit, JAX would trace and compile the kernel at every call.
+        call = jax.custom_jvp(jax.jit(call, inline=True))
+
+        @call.defjvp
+        def _(primals, tangents):
+            return call(*primals), jax.jvp(formula_, primals, tangents)[1]
+
+        return call
+
+    @functools.wraps(kernel)
+    def wrapped(*arrays, **options):
+        return bind(Options(options))(*arrays)
+
+    return wrapped
+
+
 def _unsupported(by_op: Callable[..., str | None] | None, *arrays: Any, **options: Any) -> str | None:
     if _has_symbolic_sizes(arrays):
         return "arrays of symbolic sizes"
@@ -234,7 +268,7 @@ def _on_a_mesh(arrays: tuple) -> bool:
 
 
 def _has_symbolic_sizes(arrays: Any) -> bool:
-    return checks.is_symbolic(*itertools.chain(*(jnp.shape(a) for a in jax.tree.leaves(arrays))))
+    return any(is_symbolic_dim(size) for a in jax.tree.leaves(arrays) for size in jnp.shape(a))
 
 
 def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -> Op:

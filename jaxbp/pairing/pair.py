@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
@@ -10,45 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 from jaxbp.common.numerics import weakly_typed
 from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
-from jaxbp.pairing.mesh import BatchAxes, over_devices
-from jaxbp.pairing.op import DefaultImplementation, Implementation, Op, Options, name_of, remembered
-from jaxbp.pairing.primitives import linear_call, mapped_axis_first, reverse_mode_only
+from jaxbp.pairing.mesh import BatchAxes
+from jaxbp.pairing.op import DefaultImplementation, Implementation, Op, Options, differentiable, name_of
 from pallas_kernels.core.arrays import unify_varying_axes
+from pallas_kernels.core.launch import remat_rules
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def differentiable(
-    kernel: Callable[P, R], formula: Callable[P, R], batch_axes: BatchAxes | None = None
-) -> Callable[P, R]:
-    """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
-
-    Both take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of a mesh runs the
-    kernel on a part of the examples.
-    """
-
-    @remembered
-    def bind(options):
-        formula_ = functools.partial(formula, **options.values)
-        # Without jit, JAX would trace and compile the kernel at every call.
-        shared = over_devices(functools.partial(kernel, **options.values), formula_, batch_axes)
-        call = jax.custom_jvp(jax.jit(shared, inline=True))
-
-        @call.defjvp
-        def _(primals, tangents):
-            return call(*primals), jax.jvp(formula_, primals, tangents)[1]
-
-        return call
-
-    @functools.wraps(kernel)
-    def wrapped(*arrays, **options):
-        return bind(Options(options))(*arrays)
-
-    return wrapped
 
 
 class Pair(Op[P, R]):
@@ -313,3 +286,120 @@ def _mismatch(op: str, name: str, kind: _Leaf, gradient: Any, dtype: np.dtype, i
         has = jnp.shape(gradient)
         return ValueError(f"{op}: the gradient of {name} has shape {has}; wants {kind.shape}, the shape of {name}")
     return TypeError(f"{op}: the gradient of {name} has dtype {dtype}; wants {kind.dtype}, the dtype of {name}")
+
+
+def _identity(name: str, evaluate: Callable | None = None, batch: Callable | None = None) -> Primitive:
+    """Return a primitive whose results are its arguments. `evaluate` replaces its evaluation and its lowering."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate or (lambda *arrays, **_: list(arrays)))
+    primitive.def_abstract_eval(lambda *arrays, **_: list(arrays))
+    mlir.register_lowering(primitive, evaluate or (lambda context, *arrays, **_: list(arrays)))
+    batching.primitive_batchers[primitive] = batch or (lambda arrays, axes, **kw: (primitive.bind(*arrays, **kw), axes))
+    return primitive
+
+
+def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
+    """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis, also
+    where it is a residual.
+
+    A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
+    assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error.
+    """
+    # One primitive per array, so that JAX can remove arrays that a program does not use.
+    moved = {id(a): _mapped_axis_first_p.bind(a)[0] for a in jax.tree.leaves(results)}
+    return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))
+
+
+_mapped_axis_first_p = _identity(
+    "mapped_axis_first",
+    batch=lambda arrays, axes: (_mapped_axis_first_p.bind(jnp.moveaxis(arrays[0], axes[0], 0)), [0]),
+)
+ad.deflinear2(_mapped_axis_first_p, lambda cotangents, *arrays: cotangents)
+
+
+def reverse_mode_only(arrays: Any, op: str) -> Any:
+    """Return the arrays unchanged, but make forward-mode differentiation raise an error that names the op."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
+
+
+_reverse_mode_only_p = _identity("reverse_mode_only")
+# The forward pass of `jax_remat3` evaluates the forward rule of a `custom_vjp`, which has a forward mode.
+remat_rules[_reverse_mode_only_p] = lambda trace, *arrays, op: (
+    list(arrays),
+    (),
+    lambda _, *arrays: _reverse_mode_only_p.bind(*arrays, op=op),
+)
+
+
+def _linearized(arrays: Sequence[Any], tangents: Sequence[Any], op: str) -> tuple[Sequence[Any], list[Any]]:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    results = list(tangents)
+    for i, t in zip(moving, _tangents_p.bind(*(tangents[i] for i in moving), op=op), strict=True):
+        results[i] = t
+    return arrays, results
+
+
+ad.primitive_jvps[_reverse_mode_only_p] = _linearized
+
+
+def _refuse(*_, op: str, **__) -> None:
+    raise TypeError(f'{op}: has no forward mode, because its backward is hand-written; use implementation="autodiff"')
+
+
+_tangents_p = _identity("reverse_mode_only_tangents", _refuse, batch=_refuse)
+# JAX calls `to_lojax` before it raises an error of forward mode that does not name the op.
+_tangents_p.is_high, _tangents_p.to_lojax = lambda *_, **__: True, _refuse
+ad.primitive_jvps[_tangents_p] = _refuse
+
+
+def _transposed(cotangents, *tangents, op):
+    return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
+
+
+ad.primitive_transposes[_tangents_p] = _transposed
+
+
+def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
+    """Return `function(x)` for a linear function with the gradient `transposed(dy)`. Unlike
+    `jax.custom_derivatives.linear_call`, it has derivatives of all orders, in both modes, also under `vmap`."""
+    if not isinstance(x, jax.core.Tracer):
+        return function(x)
+    (result,) = _linear_call_p.bind(x, program=jax.make_jaxpr(function)(x), function=function, transposed=transposed)
+    return result
+
+
+_linear_call_p = Primitive("linear_call")
+_linear_call_p.multiple_results = True
+
+
+def _evaluate(x, *, program, **_):
+    return jaxpr_as_fun(program)(x)
+
+
+_linear_call_p.def_impl(_evaluate)
+_linear_call_p.def_abstract_eval(lambda x, *, program, **_: program.out_avals)
+mlir.register_lowering(_linear_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
+# JAX calls this rule before it lowers a program that contains a `custom_jvp` or a `custom_vjp`.
+_linear_call_p.to_lojax = _evaluate
+
+
+def _jvp(primals, tangents, **parameters):
+    moved = lambda x: linear_call(parameters["function"], parameters["transposed"], x)  # noqa: E731
+    return _linear_call_p.bind(*primals, **parameters), [moved(*map(ad.instantiate_zeros, tangents))]
+
+
+def _transpose(cotangents, x, *, function, transposed, **_):
+    (dy,) = cotangents
+    return [ad.Zero(x.aval) if type(dy) is ad.Zero else linear_call(transposed, function, dy)]
+
+
+def _batched(arrays, axes, *, function, transposed, **_):
+    x = jnp.moveaxis(arrays[0], axes[0], 0)
+    return [linear_call(jax.vmap(function), jax.vmap(transposed), x)], [0]
+
+
+ad.primitive_jvps[_linear_call_p] = _jvp
+ad.primitive_transposes[_linear_call_p] = _transpose
+batching.primitive_batchers[_linear_call_p] = _batched

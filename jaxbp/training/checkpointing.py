@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxbp.common import barriers, checks
 from jaxbp.pairing import differentiable
-from jaxbp.pairing.primitives import mapped_axis_first
+from jaxbp.pairing.pair import mapped_axis_first
 
 Memory = Literal["all", "states", "logarithmic"] | int
 

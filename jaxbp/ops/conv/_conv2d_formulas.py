@@ -8,8 +8,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
-from jaxbp.common import checks, numerics
+from jaxbp.common import numerics
 from jaxbp.common.windows import dilated, output_size
 from jaxbp.pairing import transpose
 
@@ -46,7 +47,7 @@ def _convolve_images(x, w, *, stride, padding, dilation, groups, precision, chan
 
 def _is_product(x, w):
     # XLA's CPU convolution is slow with one channel. JAX cannot slice columns of symbolic sizes.
-    return checks.is_symbolic(w.shape[1], *x.shape[2:]) or w.shape[1] > 1
+    return any(map(is_symbolic_dim, (w.shape[1], *x.shape[2:]))) or w.shape[1] > 1
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
@@ -65,7 +66,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 def _convolve(x, w, channels_last_on_cpu=True, *, padding, dimension_numbers, lhs_dilation=(1, 1), **options):
     """Convolve x with w. On a CPU, transpose to NHWC, because XLA is slow with other layouts inside of loops."""
-    if checks.is_symbolic(*itertools.chain(*padding)):  # which JAX refuses
+    if any(map(is_symbolic_dim, itertools.chain(*padding))):  # which JAX refuses
         of_axes = {axis: (*p, s - 1) for axis, p, s in zip("HW", padding, lhs_dilation, strict=True)}
         x = lax.pad(x, jnp.zeros((), x.dtype), [of_axes.get(axis, (0, 0, 0)) for axis in dimension_numbers[0]])
         padding, lhs_dilation = "VALID", (1, 1)

@@ -1,12 +1,14 @@
 """Two-dimensional convolution."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.export import is_symbolic_dim
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
@@ -127,8 +129,9 @@ def _default_forward(x, w, b, **options):
 
 def _default_input_gradient(dy, w, **options):
     formula = functools.partial(formulas.input_gradient_formula, **options)
-    unsupported = options["groups"] != 1 or checks.is_symbolic(*w.shape, *dy.shape[2:], *options["input_size"])
-    if unsupported or not product_pays(w, options["input_size"], dy.shape[2:], options["precision"]):
+    sizes = options["input_size"], dy.shape[2:]
+    unsupported = options["groups"] != 1 or any(map(is_symbolic_dim, itertools.chain(w.shape, *sizes)))
+    if unsupported or not product_pays(w, *sizes, options["precision"]):
         return formula(dy, w)
     # cuBLAS computes this product faster than the kernel.
     return lax.platform_dependent(dy, w, cuda=functools.partial(_input_gradient_product, **options), default=formula)

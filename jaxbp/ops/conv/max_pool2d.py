@@ -5,6 +5,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Float, Integer
 
 from jaxbp.common import barriers, checks
@@ -30,7 +31,7 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 def _at_place(place, x, windows, fill):
     # JAX cannot slice an axis of symbolic size with a stride, and gathers only along axes that cannot be empty.
-    symbolic = checks.is_symbolic(*windows.output_size)
+    symbolic = any(map(is_symbolic_dim, windows.output_size))
     padding = [(before, after + symbolic) for before, after in windows.padding]
     x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
     sides = list(zip(place, windows.output_size, windows.stride, windows.dilation, strict=True))

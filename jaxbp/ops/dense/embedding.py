@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
@@ -83,7 +84,8 @@ def _scatter(dy, indices, *, num_embeddings):
     dy, rows = _tokens(dy, indices, num_embeddings)
     tokens = rows.shape[0]
     # Many terms that are added one after another to one sum would lose digits, also in float32.
-    parts = 1 if checks.is_symbolic(tokens, num_embeddings) else max(1, tokens // (_TERMS_PER_SUM * num_embeddings))
+    symbolic = is_symbolic_dim(tokens) or is_symbolic_dim(num_embeddings)
+    parts = 1 if symbolic else max(1, tokens // (_TERMS_PER_SUM * num_embeddings))
     sums = jnp.zeros((parts, num_embeddings, dy.shape[-1]), wide(dy.dtype))
     sums = sums.at[jnp.arange(tokens) % parts, rows].add(upcast(dy), mode="drop")
     return None, jnp.sum(sums, axis=0).astype(dy.dtype)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
+from jaxbp.pairing import differentiable
 from jaxbp.pairing.mesh import Axes, _sum, batched, mesh_of, over_devices
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
@@ -43,7 +44,7 @@ def product():
 def test_each_device_has_its_own_examples_and_sums_are_over_all(product):
     kernel, formula, seen = product
     x, w = normal((16, 4), (4, 3))
-    run = jax.jit(over_devices(kernel, formula, batched("x")))
+    run = jax.jit(differentiable(kernel, formula, batched("x")))
     y, total = run(on_mesh(x, "examples"), on_mesh(w))
     assert seen[-1] == (2, 4)
     assert y.sharding.spec == P("examples") and total.sharding.spec == P()
@@ -59,7 +60,7 @@ def test_what_a_kernel_made_is_shared_as_well():
 
         return launch(body, x, out=x, grid={"i": len(x)}, name="double")
 
-    double = over_devices(kernel, lambda x: 2 * x, batched("x"))
+    double = lambda x: over_devices(kernel, lambda x: 2 * x, batched("x"), (x,))  # noqa: E731
     traced = jax.jit(lambda x: double(double(x))).trace(on_mesh(normal((16, LANES))[0], "examples"))
     assert str(traced.jaxpr).count("custom_partitioning[") == 2
     assert "all-gather" not in traced.lower().compile().as_text()
@@ -69,7 +70,7 @@ def test_what_a_kernel_made_is_shared_as_well():
 def test_what_cannot_be_divided_evenly_or_has_no_examples_is_whole(product, examples, axes):
     kernel, formula, seen = product
     x, w = normal((examples, 4), (4, 3))
-    run = jax.jit(over_devices(kernel, formula, Axes(axes)))
+    run = jax.jit(differentiable(kernel, formula, Axes(axes)))
     divided = on_mesh(np.zeros(8), "examples").sharding  # XLA gives two of 12 examples to six devices
     constrained = jax.jit(lambda x, w: run(jax.lax.with_sharding_constraint(x, divided), w))
     assert_close(constrained(on_mesh(x), on_mesh(w)), formula(x, w), "float32")
@@ -80,7 +81,7 @@ def test_a_device_may_need_a_multiple_of_examples(product):
     kernel, formula, seen = product
     x, w = normal((32, 4), (4, 3))
     for multiple_of, rows in ((4, 4), (8, 32)):
-        run = jax.jit(over_devices(kernel, formula, Axes({"x": 0}, multiple_of)))
+        run = jax.jit(differentiable(kernel, formula, Axes({"x": 0}, multiple_of)))
         assert_close(run(on_mesh(x, "examples"), on_mesh(w)), formula(x, w), "float32")
         assert seen[-1] == (rows, 4)
 
@@ -89,12 +90,12 @@ def test_an_unknown_argument_is_refused(product):
     kernel, formula, _ = product
     x, w = normal((16, 4), (4, 3))
     with pytest.raises(ValueError, match=r"^batch_axes: names \['y'\]; wants names among \['x', 'w'\]$"):
-        over_devices(kernel, formula, batched("x", "y"))(on_mesh(x, "examples"), on_mesh(w))
+        differentiable(kernel, formula, batched("x", "y"))(on_mesh(x, "examples"), on_mesh(w))
 
 
 def test_sums_of_half_precisions_over_devices_are_made_in_float32():
     total = lambda x: jnp.sum(x, axis=0)  # noqa: E731
-    run = jax.jit(over_devices(total, total, batched("x")))
+    run = jax.jit(differentiable(total, total, batched("x")))
     # In bfloat16, 256 + 1 is 256.
     x = jnp.ones((8, 2), jnp.bfloat16).at[0].set(256)
     assert (run(on_mesh(x, "examples")) == 264).all()
@@ -118,7 +119,7 @@ def test_a_row_that_is_broadcast_to_all_examples_is_whole_on_each_device():
 def test_under_vmap_it_is_the_same(product):
     kernel, formula, _ = product
     x, w = normal((3, 16, 4), (4, 3))
-    run = jax.jit(jax.vmap(over_devices(kernel, formula, batched("x")), (0, None)))
+    run = jax.jit(jax.vmap(differentiable(kernel, formula, batched("x")), (0, None)))
     assert_close(run(on_mesh(x, None, "examples"), on_mesh(w)), jax.vmap(formula, (0, None))(x, w), "float32")
 
 

@@ -7,7 +7,7 @@ from helpers import assert_close, normal
 
 import jaxbp
 from jaxbp import Pair
-from jaxbp.pairing.primitives import mapped_axis_first
+from jaxbp.pairing.pair import mapped_axis_first
 
 
 def saves_along_another_axis(x):
