@@ -8,6 +8,10 @@ from jaxbp.logic.networks.logic_conv import image_thermometer as image_thermomet
 from jaxbp.logic.networks.logic_network import LogicLayer as LogicLayer
 from jaxbp.logic.networks.logic_network import LogicNetwork as LogicNetwork
 from jaxbp.logic.networks.logic_network import thermometer as thermometer
+from jaxbp.logic.networks.torch_models import from_difflogic as from_difflogic
+from jaxbp.logic.networks.torch_models import from_torchlogix as from_torchlogix
+from jaxbp.logic.networks.torch_models import to_difflogic as to_difflogic
+from jaxbp.logic.networks.torch_models import to_torchlogix as to_torchlogix
 from jaxbp.nn.lenet import LeNet as LeNet
 from jaxbp.nn.lenet import MemoryRow as MemoryRow
 from jaxbp.nn.lenet import lenet_memory_table as lenet_memory_table
