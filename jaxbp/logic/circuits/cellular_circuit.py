@@ -9,7 +9,7 @@ from jaxtyping import Bool, UInt64
 from jaxbp.common import checks
 from jaxbp.logic.circuits.bits import GRID_WORD_BITS, pack_grid, unpack_grid
 from jaxbp.logic.circuits.circuit import Circuit
-from jaxbp.logic.circuits.netlist import Netlist
+from jaxbp.logic.circuits.netlist import BitCircuit, Netlist
 from jaxbp.logic.circuits.sources import C_WORDS, VERILOG_WORDS, check_name
 from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD
 
@@ -152,11 +152,15 @@ class CellularCircuit:
       periodic: whether opposite edges are neighbors. If not, cells outside the grid are 0.
 
     Raises:
+      TypeError: the circuit is not a `Circuit` or a `Netlist`.
       ValueError: the circuit does not have `9 * channels` inputs and `channels` outputs, or `channels` is below 1.
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
-        checks.count("CellularCircuit", "channels", channels)
+        channels = checks.count("CellularCircuit", "channels", channels)
+        periodic = checks.boolean("CellularCircuit", "periodic", periodic)
+        if not isinstance(circuit, BitCircuit):
+            raise TypeError(f"CellularCircuit: circuit is a {type(circuit).__name__}; wants a Circuit or a Netlist")
         if (circuit.inputs, circuit.outputs) != (NEIGHBORHOOD * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
@@ -290,9 +294,12 @@ class CellularCircuit:
         """Return two Verilog modules: the circuit of one cell, `{name}_cell`, and the grid with registers, `{name}`.
 
         A Verilog comment describes the ports of `{name}`.
+
+        Raises:
+          ValueError: height or width is not an int of at least 1, or the name is reserved or not ASCII.
         """
-        if height < 1 or width < 1:
-            raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
+        height = checks.count("CellularCircuit", "height", height)
+        width = checks.count("CellularCircuit", "width", width)
         check_name("CellularCircuit", name, VERILOG_WORDS)
         return self.netlist.to_verilog(f"{name}_cell") + _VERILOG_SOURCE.substitute(
             name=name,

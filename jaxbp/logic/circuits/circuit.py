@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,12 +26,28 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
+def gates_and_wires(name: str, layer: Any, kind: type) -> Sequence[Any]:
+    """Return a layer, a list or tuple of its gates, its wires of this kind, and options."""
+    is_sequence = isinstance(layer, tuple | list)
+    if not is_sequence or len(layer) < 2 or not isinstance(layer[1], kind):
+        came = f"({', '.join(type(part).__name__ for part in layer)})" if is_sequence else repr(layer)
+        raise TypeError(f"{name} is {came}; wants (gates, wires), where wires is a jaxbp.{kind.__name__}")
+    return layer
+
+
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
     gates = np.asarray(gates)
+    if not np.issubdtype(gates.dtype, np.integer):
+        raise TypeError(f"{layer} has gates of dtype {gates.dtype}; wants integers")
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
         came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
         raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants shape {shape} and values from 0 to 15")
     return gates.astype(np.uint8)
+
+
+def _layer(name: str, layer: Any) -> tuple[np.ndarray, Wires]:
+    gates, wires, *_ = gates_and_wires(name, layer, Wires)
+    return gate_numbers(name, gates, wires.gates), wires
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,18 +56,22 @@ class Circuit(BitCircuit):
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
+    def __post_init__(self):
+        layers = tuple(_layer(f"Circuit: layer {i}", layer) for i, layer in enumerate(self.layers))
+        if not layers:
+            raise ValueError("Circuit: there are no layers; wants at least one layer")
+        require_chain("Circuit", "layer {}", [wires for _, wires in layers])
+        object.__setattr__(self, "layers", layers)
+
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
         """Make a circuit from one pair `(gates, wires)` per layer, with `gates` as `jaxbp.harden` returns it.
 
         Raises:
+          TypeError: a layer is not such a pair, or its gates are not integers.
           ValueError: there are no layers; a gate's function is not from 0 to 15; or the layers' sizes do not match.
         """
-        host = tuple((gate_numbers(f"Circuit: layer {i}", g, w.gates), w) for i, (g, w) in enumerate(layers))
-        if not host:
-            raise ValueError("Circuit: there are no layers; wants at least one layer")
-        require_chain("Circuit", "layer {}", [wires for _, wires in host])
-        return cls(host)
+        return cls(tuple(layers))
 
     def __repr__(self) -> str:
         gates = ", ".join(str(wires.gates) for _, wires in self.layers)

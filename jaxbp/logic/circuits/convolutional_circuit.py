@@ -16,7 +16,7 @@ from jaxtyping import Int, UInt8, UInt32
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import output_size, window_padding
-from jaxbp.logic.circuits.circuit import Circuit, gate_numbers
+from jaxbp.logic.circuits.circuit import Circuit, gate_numbers, gates_and_wires
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
 from jaxbp.logic.circuits.sources import VERILOG_WORDS, CSource, check_name, verilog_module
 from jaxbp.logic.gates import GATES, PASS_THROUGH
@@ -273,24 +273,27 @@ class ConvolutionalCircuit(BitCircuit):
           layers: as in `jaxbp.Circuit.of`.
 
         Raises:
-          TypeError: an option is unknown.
+          TypeError: an option is unknown, a convolution or a layer has another form, or its gates are not integers.
           ValueError: there are no convolutions; a shape, an option, or a gate's function is wrong; the layers' sizes do
             not match; or a window is larger than its input.
         """
         shape = image_shape("ConvolutionalCircuit", shape)
         host = []
-        for i, (gates, wires, *options) in enumerate(convolutions):
-            host.append(Convolution.of(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
+        for i, convolution in enumerate(convolutions):
+            op = f"ConvolutionalCircuit: convolution {i}"
+            gates, wires, *options = gates_and_wires(op, convolution, TreeWires)
+            host.append(Convolution.of(op, shape, gates, wires, dict(*options)))
             shape = host[-1].output_shape
         if not host:
             raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one convolution")
         layers = tuple(layers)
-        if layers and layers[0][1].inputs != math.prod(shape):
+        head = Circuit.of(layers) if layers else None
+        if head and head.inputs != math.prod(shape):
             raise ValueError(
-                f"ConvolutionalCircuit: the first layer reads {layers[0][1].inputs} inputs; "
+                f"ConvolutionalCircuit: the first layer reads {head.inputs} inputs; "
                 f"wants {math.prod(shape)}, the number of outputs of the convolutions, {_sizes(shape)}"
             )
-        return cls(tuple(host), Circuit.of(layers) if layers else None)
+        return cls(tuple(host), head)
 
     def __repr__(self) -> str:
         shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]

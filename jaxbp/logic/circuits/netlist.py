@@ -14,7 +14,7 @@ from jaxbp.common.content import ByContent
 from jaxbp.logic.circuits.bits import WORD_BITS, booleans, pack_bits, unpack_bits
 from jaxbp.logic.circuits.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, CSource, check_name, verilog_module
 from jaxbp.logic.gates import GATES
-from jaxbp.logic.wires.wires import require_below
+from jaxbp.logic.wires.wires import bounded_count, require_below
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
@@ -105,6 +105,19 @@ class Netlist(BitCircuit):
     results: Int[np.ndarray, " outputs"]
     groups: Sequence[tuple[int, int]]
 
+    def __post_init__(self):
+        groups = tuple(tuple(map(int, group)) for group in self.groups)
+        bounds = [0, *(end for _, end in groups)]
+        if groups != tuple(itertools.pairwise(bounds)) or bounds != sorted({*bounds}) or bounds[-1] != len(self.gates):
+            wanted = f"ranges (begin, end) of at least one gate, one after another from 0 to {len(self.gates)}"
+            raise ValueError(f"Netlist: groups is {self.groups!r}; wants {wanted}")
+        begins = np.repeat(bounds[:-1], np.diff(bounds)).astype(int)
+        inputs, *checked = _checked(self.inputs, self.gates, self.a, self.b, self.results, begins)
+        if (wrong := np.flatnonzero(checked[0] != checked[0][begins])).size:
+            raise ValueError(f"Netlist: gates[{wrong[0]}] differs from the first gate of its group; wants equal gates")
+        for name, values in zip(("inputs", "gates", "a", "b", "results"), (inputs, *checked), strict=True):
+            object.__setattr__(self, name, values)
+
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
         """Make a netlist from gates, each after the gates that it reads.
@@ -115,17 +128,7 @@ class Netlist(BitCircuit):
           ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is out of
             range.
         """
-        checks.count("Netlist", "inputs", inputs)
-        gates = _checked("gates", gates, GATES, 0, "the number of functions")
-        a, b = (_checked(name, v, inputs, 1, "the source of the gate itself") for name, v in (("a", a), ("b", b)))
-        outputs = _checked("outputs", outputs, inputs + gates.size, 0, "the number of sources")
-        if not gates.size == a.size == b.size:
-            raise ValueError(
-                f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
-                "wants one a and one b per gate"
-            )
-        if not outputs.size:
-            raise ValueError("Netlist: there are no outputs; wants at least one output")
+        inputs, gates, a, b, outputs = _checked(inputs, gates, a, b, outputs)
         depth = [0] * inputs
         for i, j in zip(a.tolist(), b.tolist(), strict=True):
             depth.append(1 + max(depth[i], depth[j]))
@@ -134,8 +137,8 @@ class Netlist(BitCircuit):
         now_at = np.arange(inputs + gates.size)
         now_at[inputs + order] = inputs + np.arange(gates.size)
         return cls(
-            inputs=int(inputs),
-            gates=gates[order].astype(np.uint8),
+            inputs=inputs,
+            gates=gates[order],
             a=now_at[a[order]],
             b=now_at[b[order]],
             results=now_at[outputs],
@@ -375,12 +378,33 @@ def _runs(*keys: np.ndarray) -> list[np.ndarray]:
     return np.split(order, 1 + np.flatnonzero(np.diff(keys[:, order]).any(axis=0))) if order.size else []
 
 
-def _checked(name: str, values: ArrayLike, bound: int, step: int, meaning: str) -> np.ndarray:
-    """Return `values` as integers, where entry i is at least 0 and below `bound + step * i`."""
+def _checked(
+    inputs: Any, gates: Any, a: Any, b: Any, outputs: Any, begins: np.ndarray | None = None
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments as integers. Each gate comes after the gates that it reads. `begins` has, for each gate, the
+    first gate of its group, whose gates do not read each other."""
+    inputs = bounded_count("Netlist", "inputs", inputs)
+    gates, a, b, outputs = map(_integers, ("gates", "a", "b", "outputs"), (gates, a, b, outputs))
+    if not gates.size == a.size == b.size:
+        raise ValueError(
+            f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
+            "wants one a and one b per gate"
+        )
+    if not outputs.size:
+        raise ValueError("Netlist: there are no outputs; wants at least one output")
+    require_below("Netlist", "gates", gates, GATES, "the number of functions")
+    itself = "the source of the gate itself" if begins is None else "the source of the first gate of the group"
+    bounds = inputs + (np.arange(gates.size) if begins is None else begins)
+    require_below("Netlist", "a", a, bounds, itself)
+    require_below("Netlist", "b", b, bounds, itself)
+    require_below("Netlist", "outputs", outputs, inputs + gates.size, "the number of sources")
+    return inputs, gates.astype(np.uint8), a, b, outputs
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
     values = np.asarray(values)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise ValueError(
             f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a vector of integers"
         )
-    require_below("Netlist", name, values, bound + step * np.arange(values.size), meaning)
     return values.astype(np.int64)

@@ -40,35 +40,36 @@ calloc clearenv clock ctime dcgettext dgettext difftime div drand48 drand48_r ec
 execle execlp execv execve execvp execvpe exit explicit_bzero fclose fcvt fcvt_r fd_mask fd_set feclearexcept fegetenv
 fegetexceptflag fegetround feholdexcept feof feraiseexcept ferror fesetenv fesetexceptflag fesetround fetestexcept
 feupdateenv fflush ffs ffsimax ffsl ffsll fgetc fgets fopen fork fprintf fprintf_unlocked fputc fputc_unlocked fputs
-fputs_unlocked fread free freopen fscanf fseek ftell fwrite fwrite_unlocked gamma_r gammaf_r gammal_r gcvt getc
-getchar getenv getloadavg getsubopt gettext gmtime htobe16 htobe32 htobe64 htole16 htole32 htole64 i386 imaxabs index
-initstate initstate_r isalnum isalpha isascii isblank iscntrl isdigit isgraph islower isprint ispunct isspace isupper
-iswalnum iswalpha iswblank iswcntrl iswdigit iswgraph iswlower iswprint iswpunct iswspace iswupper iswxdigit isxdigit
-jrand48 jrand48_r l64a labs lcong48 lcong48_r ldiv le16toh le32toh le64toh lgamma_r lgammaf_r lgammal_r linux llabs
-lldiv localtime longjmp lrand48 lrand48_r malloc mblen mbstowcs mbtowc memccpy memchr memcmp memcpy memmem memmove
-mempcpy memrchr memset mkdtemp mkstemp mkstemps mktemp mktime mrand48 mrand48_r nrand48 nrand48_r offsetof on_exit
-perror posix_memalign printf printf_unlocked pselect putc putc_unlocked putchar putchar_unlocked putenv puts
-puts_unlocked qecvt qecvt_r qfcvt qfcvt_r qgcvt qsort qsort_r quick_exit raise rand rand_r random random_r rawmemchr
-realloc reallocarray reallocf realpath remove rename rewind rindex rpmatch scanf seed48 seed48_r select setbuf setenv
-setjmp setlocale setstate setstate_r setvbuf signal snprintf sprintf srand srand48 srand48_r srandom srandom_r sscanf
-stpcpy stpncpy strcasecmp strcasecmp_l strcasestr strcat strchr strchrnul strcmp strcoll strcoll_l strcpy strcspn
-strdup strerror strerror_l strerror_r strfmon strftime strlcat strlcpy strlen strncasecmp strncasecmp_l strncat
-strncmp strncpy strndup strnlen strpbrk strrchr strsep strsignal strspn strstr strtod strtof strtok strtok_r strtol
-strtold strtoll strtoq strtoul strtoull strtouq strverscmp strxfrm strxfrm_l system time tmpfile tmpnam toascii
-tolower toupper towlower towupper u_char u_int u_long u_short uint ulong ungetc unix unsetenv ushort valloc vfprintf
-vfscanf vprintf vscanf vsnprintf vsprintf vsscanf wcstombs wctomb
+fputs_unlocked fread free freopen fscanf fseek ftell fwrite fwrite_unlocked gamma_r gammaf_r gammal_r gcvt getc getchar
+getenv getloadavg getsubopt gettext gmtime htobe16 htobe32 htobe64 htole16 htole32 htole64 i386 imaxabs index initstate
+initstate_r isalnum isalpha isascii isblank iscntrl isdigit isgraph islower isprint ispunct isspace isupper iswalnum
+iswalpha iswblank iswcntrl iswdigit iswgraph iswlower iswprint iswpunct iswspace iswupper iswxdigit isxdigit jrand48
+jrand48_r l64a labs lcong48 lcong48_r ldiv le16toh le32toh le64toh lgamma_r lgammaf_r lgammal_r linux llabs lldiv
+localtime longjmp lrand48 lrand48_r malloc mblen mbstowcs mbtowc memccpy memchr memcmp memcpy memmem memmove mempcpy
+memrchr memset mkdtemp mkstemp mkstemps mktemp mktime mrand48 mrand48_r nrand48 nrand48_r offsetof on_exit perror
+posix_memalign printf printf_unlocked pselect putc putc_unlocked putchar putchar_unlocked putenv puts puts_unlocked
+qecvt qecvt_r qfcvt qfcvt_r qgcvt qsort qsort_r quick_exit raise rand rand_r random random_r rawmemchr realloc
+reallocarray reallocf realpath remove rename rewind rindex rpmatch scanf seed48 seed48_r select setbuf setenv setjmp
+setlocale setstate setstate_r setvbuf signal snprintf sprintf srand srand48 srand48_r srandom srandom_r sscanf stpcpy
+stpncpy strcasecmp strcasecmp_l strcasestr strcat strchr strchrnul strcmp strcoll strcoll_l strcpy strcspn strdup
+strerror strerror_l strerror_r strfmon strfromd strfromf strfroml strftime strlcat strlcpy strlen strncasecmp
+strncasecmp_l strncat strncmp strncpy strndup strnlen strpbrk strrchr strsep strsignal strspn strstr strtod strtof
+strtok strtok_r strtol strtold strtoll strtoq strtoul strtoull strtouq strverscmp strxfrm strxfrm_l system time tmpfile
+tmpnam toascii tolower toupper towlower towupper u_char u_int u_long u_short uint ulong ungetc unix unsetenv ushort
+valloc vfprintf vfscanf vprintf vscanf vsnprintf vsprintf vsscanf wcstombs wctomb
 """
 _C_MATHS = """
-acos acosh asin asinh atan atan2 atanh cabs cacos cacosh carg casin casinh catan catanh cbrt ccos ccosh ceil cexp
-cimag clog conj copysign cos cosh cpow cproj creal csin csinh csqrt ctan ctanh drem erf erfc exp exp10 exp2 expm1 fabs
-fdim finite floor fma fmax fmin fmod frexp gamma hypot ilogb isinf isnan j0 j1 jn ldexp lgamma llrint llround log
-log10 log1p log2 logb lrint lround modf nan nearbyint nextafter nexttoward pow pow10 remainder remquo rint round scalb
-scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0 y1 yn
+acos acosh asin asinh atan atan2 atanh cabs cacos cacosh carg casin casinh catan catanh cbrt ccos ccosh ceil cexp cimag
+clog clog10 conj copysign cos cosh cpow cproj creal csin csinh csqrt ctan ctanh drem erf erfc exp exp10 exp2 expm1 fabs
+fdim finite floor fma fmax fmin fmod frexp gamma hypot ilogb isinf isnan j0 j1 jn ldexp lgamma llrint llround log log10
+log1p log2 logb lrint lround modf nan nearbyint nextafter nexttoward pow pow10 remainder remquo rint round roundeven
+scalb scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0 y1 yn
 """
-_OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
+_C_KINDS = ["", "f", "l", "f16", "f32", "f64", "f128", "f32x", "f64x", "f128x", "d32", "d64", "d128"]
+_OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in _C_KINDS]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
 """Keywords, compilers' built-in functions, and names that the included headers declare."""
-_C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
+_C_RESERVED = re.compile(r"_exit|_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
 _VERILOG = """
 always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
 design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
@@ -93,7 +94,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
         )

@@ -10,7 +10,7 @@ from jaxbp.common import checks
 from jaxbp.common.cases import FixedArgument
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import Size
-from jaxbp.logic.wires.wires import constants, require_below
+from jaxbp.logic.wires.wires import bounded_count, constants, require_below
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,7 @@ class TreeWires(ByContent):
           ValueError: `leaves` is not `(kernels, 2^depth, 3)`, or not within the channels and the window.
         """
         op = "TreeWires.from_leaves"
-        channels, window = checks.count(op, "channels", channels), checks.pair(op, "window", window)
+        channels, window = bounded_count(op, "channels", channels), checks.pair(op, "window", window)
         leaves = np.asarray(leaves)
         if not np.issubdtype(leaves.dtype, np.integer):
             raise TypeError(f"{op}: leaves has dtype {leaves.dtype}; wants integers")
@@ -97,7 +97,7 @@ class TreeWires(ByContent):
           ValueError: a count is below 1.
         """
         op = "TreeWires.random"
-        channels, kernels = checks.count(op, "channels", channels), checks.count(op, "kernels", kernels)
+        channels, kernels = bounded_count(op, "channels", channels), bounded_count(op, "kernels", kernels)
         depth = checks.count(op, "depth", depth)
         per_kernel = min(checks.count(op, "channels_per_kernel", channels_per_kernel), channels, 2**depth)
         window = checks.pair(op, "window", window)

@@ -14,6 +14,8 @@ from jaxbp.common import checks
 from jaxbp.common.cases import FixedArgument
 from jaxbp.common.content import ByContent
 
+MAX_SIZE = 2**30
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,9 +72,10 @@ class Wires(ByContent):
 
         Raises:
           TypeError: a or b does not contain integers.
-          ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
+          ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs); or there are 2^30
+            inputs or more.
         """
-        inputs = checks.count("Wires.from_pairs", "inputs", inputs)
+        inputs = bounded_count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
             raise ValueError(
@@ -112,7 +115,7 @@ class Wires(ByContent):
         Raises:
           ValueError: there are no inputs or no gates.
         """
-        inputs, gates = checks.count("Wires.random", "inputs", inputs), checks.count("Wires.random", "gates", gates)
+        inputs, gates = bounded_count("Wires.random", "inputs", inputs), bounded_count("Wires.random", "gates", gates)
         random = np.random.default_rng(seed)
         a, b = random.permutation(inputs)[random.permutation(2 * gates) % inputs].reshape(2, gates)
         return cls.from_pairs(a, b, inputs)
@@ -127,8 +130,10 @@ class Wires(ByContent):
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
         """
-        inputs = checks.count("Wires.unique", "inputs", inputs, at_least=2)
-        gates = checks.count("Wires.unique", "gates", gates)
+        inputs, gates = (
+            bounded_count("Wires.unique", "inputs", inputs, at_least=2),
+            bounded_count("Wires.unique", "gates", gates),
+        )
         if 2 * gates < inputs:
             raise ValueError(
                 f"Wires.unique: {gates} gates read at most {2 * gates} inputs; wants at least {-(-inputs // 2)} gates "
@@ -213,6 +218,14 @@ def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
         raise ValueError(f"Wires.from_pairs: {name} has shape {wires.shape}; wants (gates,)")
     require_below("Wires.from_pairs", name, wires, inputs, "the number of inputs")
     return wires.astype(np.int64)
+
+
+def bounded_count(op: str, name: str, value: Any, at_least: int = 1) -> int:
+    """Return a number of inputs or gates, twice which must fit into the 32 bits of a wire."""
+    value = checks.count(op, name, value, at_least)
+    if value >= MAX_SIZE:
+        raise ValueError(f"{op}: {name} is {value}; wants an int below {MAX_SIZE}, because wires have 32 bits")
+    return value
 
 
 def require_below(op: str, name: str, values: np.ndarray, bounds: ArrayLike, *meanings: str) -> None:

@@ -234,7 +234,18 @@ REFUSED = {
     ),
     "no cells": (
         lambda: INVERT.to_verilog(0, 3),
-        "CellularCircuit: the grid is 0 x 3; wants at least one cell",
+        "CellularCircuit: height is 0; wants an int of at least 1",
+    ),
+    **{
+        f"a width of {width!r}": (
+            lambda width=width: INVERT.to_verilog(3, width),
+            f"CellularCircuit: width is {width!r}; wants an int of at least 1",
+        )
+        for width in (2.5, np.inf, np.nan, True, "3")
+    },
+    "a periodic that is no bool": (
+        lambda: CellularCircuit(INVERT.netlist, 1, periodic="no"),
+        "CellularCircuit: periodic is 'no'; wants True or False",
     ),
     "a keyword of C": (
         lambda: INVERT.to_c("auto"),

@@ -11,7 +11,7 @@ from verilog import in_icarus, needs_icarus, simulate
 
 import jaxbp
 from experiments.training.compiled import compiled, load
-from jaxbp import Circuit, Netlist, Wires
+from jaxbp import Circuit, ConvolutionalCircuit, Netlist, TreeWires, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 
 random = np.random.default_rng(0)
@@ -196,6 +196,24 @@ def test_what_cannot_be_a_circuit_is_refused(call, message):
     with pytest.raises(ValueError) as raised:
         call()
     assert str(raised.value) == message
+
+
+IMAGE = (1, 3, 3), [(np.zeros((9, 1), int), TreeWires.random(1, 9, 3, depth=1, seed=0))]
+NOT_LAYERS = {
+    "a text": ("ab", "Circuit: layer 0 is 'a'; wants (gates, wires), where wires is a jaxbp.Wires"),
+    "gates only": ([(LAYERS[0][0],)], "Circuit: layer 0 is (ndarray); wants (gates, wires), where wires is a"),
+    "a fraction of a gate": (
+        [(np.full(LAYERS[0][1].gates, 1.5), LAYERS[0][1])],
+        "Circuit: layer 0 has gates of dtype float64; wants integers",
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [Circuit, Circuit.of, lambda layers: ConvolutionalCircuit.of(*IMAGE, layers)])
+@pytest.mark.parametrize(("layers", "message"), NOT_LAYERS.values(), ids=NOT_LAYERS)
+def test_layers_of_another_kind_are_refused_by_each_constructor(make, layers, message):
+    with pytest.raises(TypeError, match="^" + re.escape(message)):
+        make(layers)
 
 
 def test_it_prints_its_sizes_and_not_its_arrays():

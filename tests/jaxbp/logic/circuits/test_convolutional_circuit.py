@@ -296,6 +296,13 @@ def test_what_cannot_be_a_circuit_is_refused(call, message):
     assert str(raised.value) == message
 
 
+def test_a_convolution_of_another_kind_is_refused():
+    with pytest.raises(
+        TypeError, match=r"convolution 0 is 'x'; wants \(gates, wires\), where wires is a jaxbp.TreeWires"
+    ):
+        ConvolutionalCircuit.of((2, 4, 4), "x")
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(
         TypeError, match=r"convolution 0 has the options window; wants only the options stride, padding, and pool"

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import re
 import shutil
@@ -232,6 +233,7 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, netlist):
     assert np.array_equal(in_icarus(netlist.to_verilog(), BITS, netlist.outputs, tmp_path), netlist(BITS))
 
 
+PAIR = Netlist.from_gates(2, [1, 1], [0, 1], [1, 1], [2, 3])
 REFUSED = {
     "no inputs": (
         lambda: Netlist.from_gates(0, [], [], [], [0]),
@@ -260,6 +262,26 @@ REFUSED = {
     "an output from nowhere": (
         lambda: Netlist.from_gates(2, [1], [0], [1], [2, -1]),
         "Netlist: outputs[1] is -1; wants at least 0 and below 3, the number of sources",
+    ),
+    "a group whose gates read each other": (
+        lambda: dataclasses.replace(PAIR, b=np.array([1, 2])),
+        "Netlist: b[1] is 2; wants at least 0 and below 2, the source of the first gate of the group",
+    ),
+    "a gate of another group": (
+        lambda: dataclasses.replace(PAIR, gates=np.array([1, 6])),
+        "Netlist: gates[1] differs from the first gate of its group; wants equal gates",
+    ),
+    "groups without a gate": (
+        lambda: dataclasses.replace(PAIR, groups=((0, 1),)),
+        "Netlist: groups is ((0, 1),); wants ranges (begin, end) of at least one gate, one after another from 0 to 2",
+    ),
+    "a result from nowhere": (
+        lambda: dataclasses.replace(PAIR, results=np.array([4])),
+        "Netlist: outputs[0] is 4; wants at least 0 and below 4, the number of sources",
+    ),
+    "too many inputs": (
+        lambda: Netlist.from_gates(2**32, [1], [0], [1], [0]),
+        "Netlist: inputs is 4294967296; wants an int below 1073741824, because wires have 32 bits",
     ),
     "other inputs": (
         lambda: NETLIST(BITS[:, :4]),

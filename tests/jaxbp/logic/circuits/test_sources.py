@@ -23,7 +23,23 @@ def test_every_keyword_is_refused_as_a_name(words, language):
     check_name("op", "cells_2", words)
 
 
-@pytest.mark.parametrize("name", ["int32_t", "NULL", "abs", "printf", "sqrtf", "UINT8_MAX", "INT64_C", "_Bool", "__x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int32_t",
+        "NULL",
+        "abs",
+        "printf",
+        "sqrtf",
+        "roundeven",
+        "fabsd64",
+        "_exit",
+        "UINT8_MAX",
+        "INT64_C",
+        "_Bool",
+        "__x",
+    ],
+)
 def test_names_that_c_has_taken_are_refused(name):
     with pytest.raises(ValueError, match=f"op: name is '{name}', which is reserved in C; wants another name"):
         check_name("op", name, C_WORDS)

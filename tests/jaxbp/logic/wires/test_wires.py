@@ -163,6 +163,16 @@ REFUSED = {
         ValueError,
         "Wires.random: inputs is 0; wants an int of at least 1",
     ),
+    "more inputs than 32 bits count": (
+        lambda: Wires.from_pairs([0], [1], 2**32),
+        ValueError,
+        "Wires.from_pairs: inputs is 4294967296; wants an int below 1073741824, because wires have 32 bits",
+    ),
+    "more random inputs than 32 bits count": (
+        lambda: Wires.random(2**32, 1, seed=0),
+        ValueError,
+        "Wires.random: inputs is 4294967296; wants an int below 1073741824, because wires have 32 bits",
+    ),
     "half a gate": (
         lambda: Wires.random(4, 1.5, seed=0),
         ValueError,
