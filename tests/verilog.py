@@ -41,7 +41,7 @@ def run_in_icarus(source, folder):
     return subprocess.run(["./test"], cwd=folder, capture_output=True, text=True, check=True).stdout.split()
 
 
-def in_icarus(source, bits, outputs, folder):
+def in_icarus(source, bits, outputs, folder, port="y"):
     samples, inputs = bits.shape
     rows = ["".join("01"[int(bit)] for bit in sample[::-1]) for sample in bits]
     (folder / "samples.txt").write_text("\n".join(rows))
@@ -51,7 +51,7 @@ def in_icarus(source, bits, outputs, folder):
           reg [{inputs - 1}:0] x;
           wire [{outputs - 1}:0] y;
           integer i;
-          circuit gates(.x(x), .y(y));
+          circuit gates(.x(x), .{port}(y));
           initial begin
             $readmemb("samples.txt", samples);
             for (i = 0; i < {samples}; i = i + 1) begin x = samples[i]; #1 $display("%b", y); end

@@ -370,15 +370,17 @@ class ConvolutionalCircuit(BitCircuit):
             convolution.add_to(source, i, firsts[i], images[i + 1])
         return self._head.add_to(source, firsts[-1])
 
-    def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
+    def to_verilog(self, name: str = "circuit", pipelined: bool = False, *, classes: int | None = None) -> str:
         """Return Verilog, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y` of the module `{name}`.
 
         Args:
           pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
             `input clock` and takes a new x at each rising edge. A comment in the source has the number of edges after
             which y appears.
+          classes: as in `jaxbp.Circuit.to_verilog`.
         """
         check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
+        self.check_classes(classes)
         modules, parts = [], []
         for i, convolution in enumerate(self.convolutions):
             parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
@@ -400,7 +402,7 @@ class ConvolutionalCircuit(BitCircuit):
         lines.append(f"assign y = {source};")
         if pipelined:
             modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
-        modules.append(verilog_module(name, self.inputs, self.outputs, lines, clocked=pipelined))
+        modules.append(verilog_module(name, self.inputs, self.outputs, lines, pipelined, classes))
         return "\n".join(modules)
 
 

@@ -66,22 +66,31 @@ class BitCircuit(ByContent):
         """
         op = type(self).__name__
         check_name(op, name, C_WORDS)
-        if classes is not None and not (checks.is_int(classes) and classes >= 1 and self.outputs % classes == 0):
-            raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {self.outputs} outputs")
+        self.check_classes(classes)
         source = CSource(name)
         outputs, rows = self.add_to(source)
         return source.text(self.inputs, outputs, rows, classes)
+
+    def check_classes(self, classes: Any) -> None:
+        if classes is not None and not (checks.is_int(classes) and classes >= 1 and self.outputs % classes == 0):
+            wanted = f"None or a divisor of the {self.outputs} outputs"
+            raise ValueError(f"{type(self).__name__}: classes is {classes!r}; wants {wanted}")
 
     def add_to(self, source: CSource, first: int = 0) -> tuple[list[int], int]:
         # Reads input i from row `first + i`. Returns the row of each output, and the number of rows of the memory.
         return self.netlist().add_to(source, first)
 
-    def to_verilog(self, name: str = "circuit") -> str:
-        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`."""
+    def to_verilog(self, name: str = "circuit", *, classes: int | None = None) -> str:
+        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
+
+        Args:
+          classes: number of classes, as in `to_c`. If given, the module also has a port `label`, the sample's class.
+        """
         check_name(type(self).__name__, name, VERILOG_WORDS)
+        self.check_classes(classes)
         gates, results = self.netlist().statements("wire", [f"x[{i}]" for i in range(self.inputs)], "1'b0", "1'b1")
         outputs = (f"assign y[{i}] = {result};" for i, result in enumerate(results))
-        return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs])
+        return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

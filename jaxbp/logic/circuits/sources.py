@@ -280,18 +280,42 @@ class CSource:
         )
         if classes is None:
             return source
-        group = len(outputs) // classes
-        return source + _C_CLASSIFY.substitute(
-            sizes,
-            classes=classes,
-            last_class=classes - 1,
-            group=group,
-            planes=group.bit_length(),
-            digits=max(1, (classes - 1).bit_length()),
-        )
+        return source + _C_CLASSIFY.substitute(sizes, last_class=classes - 1, **_class_sizes(len(outputs), classes))
 
 
-def verilog_module(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    clock = ["  input wire clock,"] if clocked else []
-    ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
-    return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])
+_VERILOG_CLASSIFY = string.Template("""\
+// label is the first class with the most outputs on.
+integer c, i;
+reg [$planes - 1:0] votes, most;
+always @* begin
+  label = 0;
+  most = 0;
+  for (c = 0; c < $classes; c = c + 1) begin
+    votes = 0;
+    for (i = 0; i < $group; i = i + 1) votes = votes + y[c * $group + i];
+    if (votes > most) begin
+      most = votes;
+      label = c;
+    end
+  end
+end""")
+
+
+def verilog_module(
+    name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False, classes: int | None = None
+) -> str:
+    ports = ["input wire clock"] if clocked else []
+    ports += [f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]
+    if classes is not None:
+        sizes = _class_sizes(outputs, classes)
+        ports.append(f"output reg [{sizes['digits'] - 1}:0] label")
+        lines = [*lines, *_VERILOG_CLASSIFY.substitute(sizes).splitlines()]
+    separated = ",\n".join(f"  {port}" for port in ports)
+    return "\n".join([f"module {name} (", separated, ");", *(f"  {line}" for line in lines), "endmodule", ""])
+
+
+def _class_sizes(outputs: int, classes: int) -> dict[str, int]:
+    """Return the sizes of groups of outputs, of their counts in bits, and of the number of a class in bits."""
+    group = outputs // classes
+    digits = max(1, (classes - 1).bit_length())
+    return dict(classes=classes, group=group, planes=group.bit_length(), digits=digits)

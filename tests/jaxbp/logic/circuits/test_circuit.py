@@ -141,6 +141,14 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
     assert np.array_equal(in_icarus(CIRCUIT.to_verilog(), BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
 
+@needs_icarus
+@pytest.mark.parametrize("classes", [1, 5, 20])
+def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expected, classes):
+    source, digits = CIRCUIT.to_verilog(classes=classes), max(1, (classes - 1).bit_length())
+    labels = in_icarus(source, BITS[:30], digits, tmp_path, port="label") @ (1 << np.arange(digits))
+    assert np.array_equal(labels, expected[:30].reshape(30, classes, -1).sum(axis=2).argmax(axis=1))
+
+
 REFUSED = {
     "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one layer"),
     "too few gates": (
@@ -182,6 +190,10 @@ REFUSED = {
     ),
     "classes of unequal size": (
         lambda: CIRCUIT.to_c(classes=3),
+        "Circuit: classes is 3; wants None or a divisor of the 20 outputs",
+    ),
+    "classes in Verilog of unequal size": (
+        lambda: CIRCUIT.to_verilog(classes=3),
         "Circuit: classes is 3; wants None or a divisor of the 20 outputs",
     ),
     "a keyword of Verilog": (
