@@ -182,6 +182,14 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, name):
 
 
 @needs_icarus
+def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path):
+    bits = samples(FIRST, 9)
+    labels = in_icarus(FIRST.to_verilog(classes=5), bits.reshape(9, -1), 3, tmp_path, port="label") @ [1, 2, 4]
+    assert np.array_equal(labels, FIRST(bits).reshape(9, 5, -1).sum(axis=2).argmax(axis=1))
+    assert "if (votes > most)" in FIRST.to_verilog(pipelined=True, classes=5)
+
+
+@needs_icarus
 def test_a_pipeline_takes_a_sample_at_each_edge_and_gives_it_as_many_edges_later_as_it_has_layers(tmp_path):
     bits, latency = samples(FIRST, 9), 4
     rows = ["".join("01"[int(bit)] for bit in sample.ravel()[::-1]) for sample in bits]
