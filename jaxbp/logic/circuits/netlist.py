@@ -12,7 +12,15 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
 from jaxbp.logic.circuits.bits import WORD_BITS, booleans, pack_bits, unpack_bits
-from jaxbp.logic.circuits.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, CSource, check_name, verilog_module
+from jaxbp.logic.circuits.sources import (
+    C_WORDS,
+    EXPRESSIONS,
+    VERILOG_WORDS,
+    CSource,
+    check_name,
+    verilog_module,
+    verilog_testbench,
+)
 from jaxbp.logic.gates import GATES
 from jaxbp.logic.wires.wires import bounded_count, require_below
 
@@ -91,6 +99,23 @@ class BitCircuit(ByContent):
         gates, results = self.netlist().statements("wire", [f"x[{i}]" for i in range(self.inputs)], "1'b0", "1'b1")
         outputs = (f"assign y[{i}] = {result};" for i, result in enumerate(results))
         return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
+
+    def to_verilog_testbench(self, bits: Bool[np.ndarray, "samples *shape"], name: str = "circuit") -> str:
+        """Return a Verilog module `{name}_test`, which tests the module of `to_verilog(name)`, which has no clock.
+
+        The simulation compares the module's outputs with this circuit's outputs for these samples. It prints each
+        sample whose outputs differ, then "PASS: 9 samples", or "FAIL: 1 of 9 samples".
+
+        Raises:
+          ValueError: the name is reserved or not ASCII; there are no samples, their shape is not `(samples, *shape)`,
+            or they contain other numbers than 0 and 1.
+        """
+        op = f"{type(self).__name__}.to_verilog_testbench"
+        check_name(op, name, VERILOG_WORDS)
+        wanted = self(bits)
+        if not len(wanted):
+            raise ValueError(f"{op}: bits has no samples; wants at least one")
+        return verilog_testbench(name, booleans(op, bits).reshape(len(wanted), -1), wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -314,6 +314,43 @@ def verilog_module(
     return "\n".join([f"module {name} (", separated, ");", *(f"  {line}" for line in lines), "endmodule", ""])
 
 
+_VERILOG_TEST = string.Template("""\
+module ${name}_test;
+  reg [$x_high:0] samples [0:$last];
+  reg [$y_high:0] wanted [0:$last];
+  reg [$x_high:0] x;
+  wire [$y_high:0] y;
+  integer i, errors;
+  $name tested (.x(x), .y(y));
+  initial begin
+$vectors
+    errors = 0;
+    for (i = 0; i <= $last; i = i + 1) begin
+      x = samples[i];
+      #1 if (y !== wanted[i]) begin
+        errors = errors + 1;
+        $$display("sample %0d: y is %b; wants %b", i, y, wanted[i]);
+      end
+    end
+    if (errors == 0) $$display("PASS: $count samples");
+    else $$display("FAIL: %0d of $count samples", errors);
+    $$finish;
+  end
+endmodule
+""")
+
+
+def verilog_testbench(name: str, x: np.ndarray, y: np.ndarray) -> str:
+    """Return the module `{name}_test`, which compares the module `{name}` with y for samples x, `(samples, bits)`."""
+    vectors = "\n".join(
+        f"    {memory}[{i}] = {bits.size}'b{''.join(map(str, bits[::-1].astype(int)))};"
+        for memory, rows in (("samples", x), ("wanted", y))
+        for i, bits in enumerate(rows)
+    )
+    sizes = dict(x_high=x.shape[1] - 1, y_high=y.shape[1] - 1, last=len(x) - 1, count=len(x))
+    return _VERILOG_TEST.substitute(sizes, name=name, vectors=vectors)
+
+
 def _class_sizes(outputs: int, classes: int) -> dict[str, int]:
     """Return the sizes of groups of outputs, of their counts in bits, and of the number of a class in bits."""
     group = outputs // classes

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verilog import in_icarus, needs_icarus, simulate
+from verilog import in_icarus, needs_icarus, run_in_icarus, simulate
 
 import jaxbp
 from experiments.training.compiled import compiled, load
@@ -149,6 +149,14 @@ def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expec
     assert np.array_equal(labels, expected[:30].reshape(30, classes, -1).sum(axis=2).argmax(axis=1))
 
 
+@needs_icarus
+def test_the_test_bench_in_verilog_passes_and_finds_a_wrong_gate(tmp_path):
+    source, bench = CIRCUIT.to_verilog(), CIRCUIT.to_verilog_testbench(BITS[:9])
+    assert run_in_icarus(source + bench, tmp_path) == ["PASS:", "9", "samples"]
+    wrong = re.sub(r"assign y\[3\] = (\w+);", r"assign y[3] = ~\1;", source)
+    assert run_in_icarus(wrong + bench, tmp_path)[-5:] == ["FAIL:", "9", "of", "9", "samples"]
+
+
 REFUSED = {
     "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one layer"),
     "too few gates": (
@@ -191,6 +199,10 @@ REFUSED = {
     "classes of unequal size": (
         lambda: CIRCUIT.to_c(classes=3),
         "Circuit: classes is 3; wants None or a divisor of the 20 outputs",
+    ),
+    "a test bench without samples": (
+        lambda: CIRCUIT.to_verilog_testbench(BITS[:0]),
+        "Circuit.to_verilog_testbench: bits has no samples; wants at least one",
     ),
     "classes in Verilog of unequal size": (
         lambda: CIRCUIT.to_verilog(classes=3),
