@@ -1,0 +1,212 @@
+"""The forward of attention on Hopper's tensor cores, with an online softmax.
+
+    s = scale q kᵀ    o = softmax(s) v    lse = log Σ exp(s),    with the sum over the keys.
+
+A CTA computes one tile of queries of one head. A producer warpgroup copies tiles of keys and values to two rings of
+shared memory. Each consumer warpgroup owns 64 queries. It keeps their outputs, largest score, and sum of exponentials
+in registers, and multiplies the probabilities from registers. Two consumers alternate: one multiplies while the other
+computes exponentials.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.scores_sm90 import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    Tile,
+    aligned,
+    fits,
+    operand_bytes,
+    padded,
+    scores,
+    unsupported,
+)
+from pallas_kernels.attention.tiles import Masks, Visits
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import multiply_registers, operand, quotient, store, value_a_row, with_products
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.tiles import kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of `64 * consumers` queries and `keys` keys, and `stages` of keys and values. If `alternate`, two consumers
+    take turns with the tensor cores."""
+
+    keys: int = 128
+    stages: int = 2
+    consumers: int = 2
+    alternate: bool = True
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return ROWS * self.consumers, self.keys
+
+    def shared_bytes(self, head: int) -> int:
+        return operand_bytes(ROWS * self.consumers + 2 * self.stages * self.keys, head)
+
+
+def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
+    if reason := unsupported(q, k, v, scale):
+        return reason
+    head = q.shape[3]
+    keys = 64 if head == 256 else 128
+    return next(c for stages in (4, 3, 2) if fits((c := Config(keys, stages)).shared_bytes(head)))
+
+
+@kernel(plan=_plan, capability=(9, 0))
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    masks: Masks,
+    visits: Visits,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    config: Config,
+) -> tuple[Array, Array]:
+    """Return o `(batch, queries, heads, dimension)` and float32 lse `(batch, heads, queries)`, the natural logarithm of
+    the sum of exponentials. A query without a valid key gets 0 and -inf.
+
+    Args:
+      q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 64, 128, or 256.
+      k, v: `(batch, keys, key heads, dimension)`. Consecutive query heads share a key head.
+      masks: which keys each query attends to, and the bias.
+      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the tile of the plan.
+      scale: factor of the scores, positive.
+      softcap: c in `c tanh(s / c)`, or None.
+    """
+    batch, queries, heads, head = q.shape
+    group = heads // k.shape[2]
+    rows, keys = config.tile
+    tiles = -(-queries // rows)
+    alternate = config.alternate and config.consumers == 2
+    one_tile = (ROWS, keys)
+
+    def body(
+        q, k, v, masks, visits, o, lse, q_tile, k_stages, v_stages, p_tile, *barriers, batch, head, row, warpgroup
+    ):
+        q_loaded, k_loaded, k_free, v_loaded, v_free, turn = barriers
+        row = tiles - 1 - row  # The longest rows of a causal mask start first.
+        example = batch if visits.visits.shape[0] > 1 else 0
+        count = visits.counts[example, row]
+
+        def copy_from(ref, stages):
+            def copy(step, stage, barrier, tile):
+                block = ref.at[batch, pl.ds(tile * keys, keys), quotient(head, group)]
+                plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
+
+            return copy
+
+        k_ring = Ring(config.stages, copy_from(k, k_stages), k_loaded, free=k_free)
+        v_ring = Ring(config.stages, copy_from(v, v_stages), v_loaded, free=v_free)
+
+        def visit(step):
+            """Return the index of the step's tile, and whether it is masked."""
+            code = visits.visits[example, row, step]
+            return lax.shift_right_logical(code, 1), (code & 1) == 1
+
+        @pl.when(warpgroup == config.consumers)
+        def _():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.copy_gmem_to_smem(q.at[batch, pl.ds(row * rows, rows), head], q_tile, q_loaded)
+
+            def produce(step, _):
+                tile, _ = visit(step)
+                k_ring.produce(step, tile)
+                v_ring.produce(step, tile)
+
+            lax.fori_loop(0, count, produce, None)
+
+        def take_turn():
+            if alternate:
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
+
+        def consume(step, carry):
+            sums, largest, total = carry
+            tile, masked = visit(step)
+            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+
+            def multiply(products):
+                plgpu.wgmma(products, own, k_stages.at[k_ring.stage(step)].transpose((1, 0)))
+                take_turn()
+                return products[...]
+
+            k_ring.wait(step)
+            s = pl.run_scoped(multiply, plgpu.ACC(one_tile, jnp.float32))
+            k_ring.release(step)
+            position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
+            s, factor, _ = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+            new_largest = jnp.maximum(largest, jnp.max(s, axis=1) * factor)
+            # While all keys are masked, the largest score is -inf, and must not be subtracted from -inf.
+            shift = jnp.where(new_largest == -jnp.inf, jnp.float32(0), new_largest)
+            p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, one_tile, [0]))
+            decay = jnp.exp2(largest - shift)
+            total = total * decay + jnp.sum(p, axis=1)
+            sums *= lax.broadcast_in_dim(decay, sums.shape, [0])
+            p = p.astype(q_tile.dtype)
+            v_ring.wait(step)
+            take_turn()
+            stage = v_stages.at[v_ring.stage(step)]
+            scratch = None if p_tile is None else p_tile.at[warpgroup]
+            (sums,) = with_products([sums], lambda sums: multiply_registers(sums, p, stage, scratch))
+            v_ring.release(step)
+            return sums, new_largest, total
+
+        @pl.when(warpgroup < config.consumers)
+        def _():
+            plgpu.set_max_registers(CONSUMER_REGISTERS[config.consumers], action="increase")
+            plgpu.barrier_wait(q_loaded)
+            sums = plgpu.layout_cast(jnp.zeros((ROWS, q_tile.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
+            largest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), value_a_row())
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), value_a_row())
+            pl.when(warpgroup == 1)(take_turn)
+            sums, largest, total = lax.fori_loop(0, count, consume, (sums, largest, total))
+            pl.when(warpgroup == 0)(take_turn)
+            inverse = jnp.where(total == 0, jnp.float32(0), 1 / total)
+            queries = pl.ds(row * rows + warpgroup * ROWS, ROWS)
+            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+            own[...] = (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(own.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own, o.at[batch, queries, head])
+            store(lse.at[batch, head, queries], largest * math.log(2) + jnp.log(total))
+            plgpu.wait_smem_to_gmem(0)
+
+    q, k, v = map(aligned, (q, k, v))
+    stages = operand((config.stages, keys, head), q.dtype)
+    loaded = plgpu.Barrier(num_barriers=config.stages)
+    free = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
+    o, lse = launch(
+        body,
+        q,
+        k,
+        v,
+        padded(masks, config.tile),
+        visits,
+        out=(q, jax.ShapeDtypeStruct((batch, heads, tiles * rows), jnp.float32)),
+        grid={"batch": batch, "head": heads, "row": tiles},
+        warpgroups=config.consumers + 1,
+        scratch=[
+            operand((rows, head), q.dtype),
+            stages,
+            stages,
+            operand((config.consumers, ROWS, keys), q.dtype) if simulating() is not None else None,
+            plgpu.Barrier(),
+            *(loaded, free) * 2,
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        name="attention_forward",
+        approximate=True,
+    )
+    return o[:, :queries], lse[:, :, :queries]

@@ -1,0 +1,150 @@
+"""Scores of a tile in the registers of a consumer warpgroup, for the attention kernels on Hopper.
+
+A tile of scores is `(queries, keys)`, or transposed. Scores are in base 2: the probabilities are `exp2(score - lse)`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.tiles import Masks
+from pallas_kernels.core import device
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, value_a_column, value_a_row
+from pallas_kernels.core.mosaic import plgpu
+
+LOG2_E = math.log2(math.e)
+ROWS = 64
+"""Rows of a consumer's tile: the rows of a wgmma (PTX ISA)."""
+HEADS = 64, 128, 256
+"""Supported head dimensions."""
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+"""Registers per thread, by the number of consumers. All threads of an SM share 65,536 (PTX ISA, setmaxnreg)."""
+RESERVED_BYTES = 2048 + 512
+"""Shared memory for Mosaic's reductions (2 KiB) and barriers."""
+_TILE_ROWS = 8
+"""Rows of a swizzled tile. Mosaic copies only between arrays of whole tiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile of scores of shape `(queries, keys)`, or `(keys, queries)` if `query_axis` is 1."""
+
+    batch: Any
+    head: Any
+    query: Any
+    key: Any
+    shape: tuple[int, int]
+    query_axis: int = 0
+
+    def along_queries(self, ref: Any) -> Array:
+        """Return the tile's part of `ref (batch or 1, queries)`, broadcast along the keys."""
+        return self._broadcast(ref, self.query, self.query_axis)
+
+    def along_keys(self, ref: Any) -> Array:
+        return self._broadcast(ref, self.key, 1 - self.query_axis)
+
+    def elements(self, ref: Any) -> Array:
+        """Return the tile's part of `ref (batch or 1, heads or 1, rows or 1, columns or 1)`, in the tile's order."""
+        starts = (self.query, self.key) if self.query_axis == 0 else (self.key, self.query)
+        index = [index if size > 1 else 0 for index, size in zip((self.batch, self.head), ref.shape[:2], strict=True)]
+        axes = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
+        index += [pl.ds(starts[axis], self.shape[axis]) if axis in axes else 0 for axis in (0, 1)]
+        layout = {(0, 1): plgpu.Layout.WGMMA, (0,): value_a_row(), (1,): value_a_column()}.get(tuple(axes))
+        values = ref[tuple(index)] if layout is None else load(ref.at[tuple(index)], layout, optimized=False)
+        return values if len(axes) == 2 else lax.broadcast_in_dim(values, self.shape, axes)
+
+    def _broadcast(self, ref, start, axis):
+        index = self.batch if ref.shape[0] > 1 else 0
+        layout = (value_a_row, value_a_column)[axis]()
+        values = load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
+        return lax.broadcast_in_dim(values, self.shape, [axis])
+
+
+def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: float, softcap: float | None) -> Any:
+    """Return scores, a factor to multiply them with, and the softcap's tanh or None. A masked pair has a score of
+    -inf. The factor is separate, because `exp2(score * factor - lse)` is then one multiply-add and one exponential.
+
+    Args:
+      products: q kᵀ.
+      masked: whether some of the tile's pairs are masked.
+    """
+    capped, factor = None, scale
+    if softcap is not None:
+        # `tanh.approx` has an error of 2^-11, which the softcap multiplies.
+        capped = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2_E * scale / softcap)))
+        products, factor = capped, softcap
+    if masks.bias is not None:
+        products, factor = products * factor + tile.elements(masks.bias).astype(jnp.float32), 1.0
+
+    def mask(products):
+        key = tile.key + plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - tile.query_axis, layout=plgpu.Layout.WGMMA)
+        products = jnp.where(key >= tile.along_queries(masks.first), products, -jnp.inf)
+        products = jnp.where(key < tile.along_queries(masks.end), products, -jnp.inf)
+        if masks.query_segments is not None:
+            same = tile.along_queries(masks.query_segments) == tile.along_keys(masks.key_segments)
+            products = jnp.where(same, products, -jnp.inf)
+        if masks.mask is not None:
+            products = jnp.where(tile.elements(masks.mask) != 0, products, -jnp.inf)
+        return products
+
+    return lax.cond(masked, mask, lambda products: products, products), factor * LOG2_E, capped
+
+
+def padded(masks: Masks, tile: tuple[int, int], transposed: bool = False) -> Masks:
+    """Pad the masks to whole tiles `(queries, keys)`, and transpose `mask` and `bias` if `transposed`."""
+    queries, keys = tile
+
+    def last(a, unit):
+        return None if a is None else jnp.pad(a, ((0, 0), (0, -a.shape[1] % unit)))
+
+    def elements(a):
+        if a is None:
+            return None
+        padding = [(0, 0 if size == 1 else -size % unit) for size, unit in zip(a.shape[2:], tile, strict=True)]
+        a = jnp.pad(a.astype(jnp.int8) if a.dtype == bool else a, ((0, 0), (0, 0), *padding))
+        return a.swapaxes(2, 3) if transposed else a
+
+    first, end, query_segments = (last(a, queries) for a in masks[:3])
+    return Masks(first, end, query_segments, last(masks.key_segments, keys), elements(masks.mask), elements(masks.bias))
+
+
+def aligned(x: Array) -> Array:
+    """Pad the sequence of x `(batch, sequence, heads, dimension)` with zeros to whole swizzled tiles."""
+    padding = -x.shape[1] % _TILE_ROWS
+    return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
+
+
+def padded_statistics(lse: Array, delta: Array, queries: int) -> tuple[Array, Array]:
+    """Return lse in base 2 and delta `(batch, heads, queries)`, padded to whole tiles. Where a query has no valid key,
+    lse becomes inf, so that its probabilities are 0."""
+    padding = ((0, 0), (0, 0), (0, -lse.shape[2] % queries))
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)
+
+
+def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
+    if len({a.dtype for a in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtypes {q.dtype}, {k.dtype}, and {v.dtype}, only bfloat16 or float16 for all"
+    if q.shape[3] not in HEADS or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
+        return f"head dimensions of {q.shape[3]}, {k.shape[3]}, and {v.shape[3]}, only 64, 128, or 256 for all"
+    if q.shape[2] % k.shape[2]:
+        return f"{q.shape[2]} query heads and {k.shape[2]} key heads, only multiples"
+    if not scale > 0:
+        return f"a scale of {scale}, only positive numbers"
+    if not all((*q.shape, *k.shape)):
+        return "an empty array"
+    return None
+
+
+def fits(shared_bytes: int) -> bool:
+    return shared_bytes + RESERVED_BYTES <= device.target().shared_bytes
+
+
+def operand_bytes(rows: int, head: int) -> int:
+    """Return the bytes of `rows` rows in half precision."""
+    return rows * head // (OPERAND_BYTES // 2) * OPERAND_BYTES

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+from attention import masks_of
+
+from pallas_kernels.attention.tiles import visited_tiles
+
+QUERIES, KEYS, TILE = 200, 150, (64, 32)
+
+
+def valid_pairs(masks, batch):
+    first, end, *segments = (None if a is None else np.asarray(a)[batch] for a in masks[:4])
+    key = np.arange(KEYS)
+    valid = (key >= first[:, None]) & (key < end[:, None])
+    return valid if segments[0] is None else valid & (segments[0][:, None] == segments[1])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(is_causal=True),
+        dict(window=(30, 10), lengths=([200, 0, 90], [150, 20, 0])),
+        dict(window=(None, 3), is_causal=True),
+        dict(segments=4, is_causal=True),
+        dict(segments=1),
+    ],
+    ids=str,
+)
+def test_tiles_with_a_valid_pair_are_visited_and_only_partial_ones_masked(case):
+    masks = masks_of(dict(queries=QUERIES, keys=KEYS) | case)
+    by_query, by_key = visited_tiles(masks, KEYS, TILE)
+    for batch in range(len(by_query.counts)):
+        valid = valid_pairs(masks, batch)
+        padded = np.pad(valid, [(0, -n % size) for n, size in zip(valid.shape, TILE, strict=True)])
+        tiles = padded.reshape(padded.shape[0] // TILE[0], TILE[0], -1, TILE[1])
+        some, every = tiles.any((1, 3)), tiles.all((1, 3))
+        for visits, some, every in ((by_query, some, every), (by_key, some.T, every.T)):
+            for row, count in enumerate(np.asarray(visits.counts)[batch]):
+                codes = np.asarray(visits.visits)[batch, row, :count]
+                assert (np.diff(codes // 2) > 0).all()
+                assert {*np.flatnonzero(some[row])} <= {*(codes // 2)}
+                assert {*np.flatnonzero(~every[row])} & {*(codes // 2)} == {*(codes // 2)[codes % 2 == 1]}
+                if case.get("segments", 1) == 1:  # random ids exclude no tile
+                    assert {*np.flatnonzero(some[row])} == {*(codes // 2)}
+
+
+def test_sorted_segments_exclude_tiles():
+    masks = masks_of(dict(queries=128, keys=128))
+    ids = (np.arange(128)[None] // 40).astype(np.int32)
+    by_query, by_key = visited_tiles(masks._replace(query_segments=ids, key_segments=ids), 128, (32, 32))
+    np.testing.assert_array_equal(by_query.counts, [[2, 3, 3, 2]])
+    np.testing.assert_array_equal(by_key.counts, by_query.counts)
