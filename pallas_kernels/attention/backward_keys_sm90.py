@@ -5,6 +5,9 @@
 A CTA computes one tile of keys of one key head. A producer warpgroup copies tiles of queries and of do to a ring of
 shared memory, one query head of the group after another. Each consumer warpgroup owns 64 keys, and keeps their sums in
 registers. pᵀ and dsᵀ are multiplied from registers. The order of the sums is fixed.
+
+For dimensions of 256, the registers of a consumer hold one sum of 64 keys. The consumers then divide the roles: one
+computes pᵀ and dv, the other dsᵀ and dk. pᵀ crosses in shared memory, in float32.
 """
 
 import dataclasses
@@ -28,39 +31,43 @@ from pallas_kernels.attention.scores_sm90 import (
 )
 from pallas_kernels.attention.tiles import Masks, Visits
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, value_a_column
+from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_column
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _CONSUMERS = 2
+_BUFFERS = 2
+"""Buffers of p between consumers of divided roles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 keys and `queries` queries, and `stages` of queries and do."""
+    """Tiles of 128 keys, or of 64 if the consumers' roles are `divided`, and `queries` queries, and `stages` of queries
+    and do."""
 
     queries: int = 64
     stages: int = 2
+    divided: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
-        return self.queries, ROWS * _CONSUMERS
+        return self.queries, ROWS if self.divided else ROWS * _CONSUMERS
 
     def shared_bytes(self, head: int) -> int:
         vectors = 2 * self.stages * self.queries * 4
-        return operand_bytes(2 * ROWS * _CONSUMERS + 2 * self.stages * self.queries, head) + vectors
+        buffers = _BUFFERS * ROWS * self.queries * 4 if self.divided else 0
+        return operand_bytes(2 * self.tile[1] + 2 * self.stages * self.queries, head) + vectors + buffers
 
 
 def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
     head = q.shape[3]
-    if head > 128:
-        return f"head dimensions of {head}, only 64 or 128"
-    queries = 128 if head == 64 else 64
-    return next(c for stages in (3, 2) if fits((c := Config(queries, stages)).shared_bytes(head)))
+    queries, divided = 128 if head == 64 else 64, head == 256
+    configs = (Config(queries, stages, divided) for stages in (3, 2))
+    return next(config for config in configs if fits(config.shared_bytes(head), sums_across_warps=False))
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -81,7 +88,7 @@ def backward_keys(
     """Return dk and dv in the shape and dtype of k and v.
 
     Args:
-      q, k, v, masks, scale, softcap: as in `forward_sm90.forward`, with dimensions of 64 or 128.
+      q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
       do: gradient with respect to o, in the shape and dtype of q.
       lse: `(batch, heads, queries)`, from the forward.
       delta: float32 `(batch, heads, queries)`, the sum of o do over the dimension, minus the gradient with respect to
@@ -95,7 +102,8 @@ def backward_keys(
     one_tile = (ROWS, queries)
 
     def body(q, k, v, do, lse, delta, masks, visits, dk, dv, *scratch, batch, head, row, warpgroup):
-        k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages, p_tile, kv_loaded, loaded, free = scratch
+        k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages, left_tile, p_buffers, *barriers = scratch
+        kv_loaded, loaded, free, p_ready, p_free = barriers
         example = batch if visits.visits.shape[0] > 1 else 0
         count = visits.counts[example, row]
 
@@ -128,55 +136,110 @@ def backward_keys(
                 plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(row * rows, rows), head], own, kv_loaded)
             for_each_visit(lambda step, query_head, tile, masked: ring.produce(step, query_head, tile))
 
-        def consume(dk_sums, dv_sums):
-            own = pl.ds(warpgroup * ROWS, ROWS)
-            scratch = None if p_tile is None else p_tile.at[warpgroup]
+        def product(left, right, *pairs):
+            """Return `left rightᵀ`, a tile of scores, and the products of further pairs."""
+            operands = [(left, right), *pairs]
+
+            def multiply(*products):
+                for sums, (a, b) in zip(products, operands, strict=True):
+                    plgpu.wgmma(sums, a, b.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+                return [a[...] for a in products]
+
+            return pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * len(operands))
+
+        def along_queries(vector):
+            return lax.broadcast_in_dim(load(vector, value_a_column()), one_tile, [1])
+
+        def probabilities(s, stage, query_head, tile, masked):
+            """Return pᵀ, and pᵀ times the derivative of the softcap."""
+            key = row * rows + first_row()
+            position = Tile(batch, query_head, tile * queries, key, one_tile, query_axis=1)
+            s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+            p = jnp.exp2(s * factor - along_queries(lse_stages.at[stage]))
+            return p, p if capped is None else p * (1 - capped * capped)
+
+        def first_row():
+            return 0 if config.divided else warpgroup * ROWS
+
+        def multiply_and_release(step, *products):
+            """Add products `left right` to sums, with `left` in registers, and release the step's stage."""
+            scratch = None if left_tile is None else left_tile.at[warpgroup]
+            for sums, left, right in products:
+                multiply_registers(sums, left.astype(q.dtype), right, scratch)
+            plgpu.wgmma_wait(0)
+            plgpu.commit_smem()
+            ring.release(step)
+
+        def cooperate(dk_sums, dv_sums):
+            own = pl.ds(first_row(), ROWS)
 
             def visit(step, query_head, tile, masked):
                 ring.wait(step)
                 stage = ring.stage(step)
                 q, do = q_stages.at[stage], do_stages.at[stage]
-
-                def multiply(s, dp):
-                    plgpu.wgmma(s, k_tile.at[own], q.transpose((1, 0)))
-                    plgpu.wgmma(dp, v_tile.at[own], do.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-                    return s[...], dp[...]
-
-                def along_queries(stages):
-                    values = load(stages.at[stage], value_a_column())
-                    return lax.broadcast_in_dim(values, one_tile, [1])
-
-                s, dp = pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * 2)
-                key = row * rows + warpgroup * ROWS
-                position = Tile(batch, query_head, tile * queries, key, one_tile, query_axis=1)
-                s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
-                p = jnp.exp2(s * factor - along_queries(lse_stages))
-                ds = p * (dp - along_queries(delta_stages))
-                if capped is not None:
-                    ds *= 1 - capped * capped
-                multiply_registers(dv_sums, p.astype(do.dtype), do, scratch)
-                multiply_registers(dk_sums, ds.astype(q.dtype), q, scratch)
-                plgpu.wgmma_wait(0)
-                plgpu.commit_smem()
-                ring.release(step)
+                s, dp = product(k_tile.at[own], q, (v_tile.at[own], do))
+                p, slope = probabilities(s, stage, query_head, tile, masked)
+                ds = slope * (dp - along_queries(delta_stages.at[stage]))
+                multiply_and_release(step, (dv_sums, p, do), (dk_sums, ds, q))
 
             for_each_visit(visit)
             return dk_sums[...], dv_sums[...]
+
+        def sum_values(sums):
+            """Compute pᵀ and dv, and hand pᵀ to the other consumer."""
+
+            def visit(step, query_head, tile, masked):
+                ring.wait(step)
+                stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
+                (s,) = product(k_tile, q_stages.at[stage])
+                p, slope = probabilities(s, stage, query_head, tile, masked)
+                pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(p_free.at[buffer]))
+                p_buffers[buffer] = slope
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[buffer])
+                multiply_and_release(step, (sums, p, do_stages.at[stage]))
+
+            for_each_visit(visit)
+            return sums[...]
+
+        def sum_keys(sums):
+            """Compute dsᵀ and dk from pᵀ of the other consumer."""
+
+            def visit(step, query_head, tile, masked):
+                ring.wait(step)
+                stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
+                (dp,) = product(v_tile, do_stages.at[stage])
+                dp -= along_queries(delta_stages.at[stage])
+                plgpu.barrier_wait(p_ready.at[buffer])
+                ds = dp * load(p_buffers.at[buffer], plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_free.at[buffer])
+                multiply_and_release(step, (sums, ds, q_stages.at[stage]))
+
+            for_each_visit(visit)
+            return sums[...]
+
+        def store_sums(sums, tile, out):
+            own = tile.at[pl.ds(first_row(), ROWS)]
+            own[...] = sums.astype(own.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own, out.at[batch, pl.ds(row * rows + first_row(), ROWS), head])
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS[_CONSUMERS], action="increase")
             plgpu.barrier_wait(kv_loaded)
-            sums = [plgpu.ACC((ROWS, k_tile.shape[1]), jnp.float32)] * 2
-            dk_sums, dv_sums = pl.run_scoped(consume, *sums)
-            own, keys = pl.ds(warpgroup * ROWS, ROWS), pl.ds(row * rows + warpgroup * ROWS, ROWS)
-            for sums, buffer in ((dk_sums * scale, k_tile.at[own]), (dv_sums, v_tile.at[own])):
-                buffer[...] = sums.astype(buffer.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_tile.at[own], dk.at[batch, keys, head])
-            plgpu.copy_smem_to_gmem(v_tile.at[own], dv.at[batch, keys, head])
-            plgpu.wait_smem_to_gmem(0)
+            sums = plgpu.ACC((ROWS, k_tile.shape[1]), jnp.float32)
+            if not config.divided:
+                dk_sums, dv_sums = pl.run_scoped(cooperate, sums, sums)
+                store_sums(dk_sums * scale, k_tile, dk)
+                store_sums(dv_sums, v_tile, dv)
+                return
+            # Each consumer overwrites the tile that the other consumer does not read.
+            pl.when(warpgroup == 0)(lambda: store_sums(pl.run_scoped(sum_values, sums), k_tile, dv))
+            pl.when(warpgroup == 1)(lambda: store_sums(pl.run_scoped(sum_keys, sums) * scale, v_tile, dk))
 
     q, k, v, do = map(aligned, (q, k, v, do))
     stages = operand((config.stages, queries, head), q.dtype)
@@ -201,11 +264,14 @@ def backward_keys(
             vectors,
             vectors,
             operand((_CONSUMERS, ROWS, queries), q.dtype) if simulating() is not None else None,
+            operand((_BUFFERS, ROWS, queries), jnp.float32) if config.divided else None,
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=4, num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
+            *[plgpu.Barrier(num_barriers=_BUFFERS) if config.divided else None] * 2,
         ],
         name="attention_backward_keys",
+        sums_across_warps=False,
         approximate=True,
     )
     return dk[:, :keys], dv[:, :keys]

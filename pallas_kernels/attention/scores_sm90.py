@@ -24,8 +24,8 @@ HEADS = 64, 128, 256
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers per thread, by the number of consumers. All threads of an SM share 65,536 (PTX ISA, setmaxnreg)."""
-RESERVED_BYTES = 2048 + 512
-"""Shared memory for Mosaic's reductions (2 KiB) and barriers."""
+_BARRIER_BYTES, _SUMS_BYTES = 512, 2048
+"""Shared memory for barriers, and for Mosaic's sums across warps."""
 _TILE_ROWS = 8
 """Rows of a swizzled tile. Mosaic copies only between arrays of whole tiles."""
 
@@ -141,8 +141,9 @@ def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
     return None
 
 
-def fits(shared_bytes: int) -> bool:
-    return shared_bytes + RESERVED_BYTES <= device.target().shared_bytes
+def fits(shared_bytes: int, *, sums_across_warps: bool = True) -> bool:
+    reserved = _BARRIER_BYTES + (_SUMS_BYTES if sums_across_warps else 0)
+    return shared_bytes + reserved <= device.target().shared_bytes
 
 
 def operand_bytes(rows: int, head: int) -> int:

@@ -33,14 +33,14 @@ def test_tiles_with_a_valid_pair_are_visited_and_only_partial_ones_masked(case):
         padded = np.pad(valid, [(0, -n % size) for n, size in zip(valid.shape, TILE, strict=True)])
         tiles = padded.reshape(padded.shape[0] // TILE[0], TILE[0], -1, TILE[1])
         some, every = tiles.any((1, 3)), tiles.all((1, 3))
-        for visits, some, every in ((by_query, some, every), (by_key, some.T, every.T)):
+        for visits, any_valid, all_valid in ((by_query, some, every), (by_key, some.T, every.T)):
             for row, count in enumerate(np.asarray(visits.counts)[batch]):
                 codes = np.asarray(visits.visits)[batch, row, :count]
                 assert (np.diff(codes // 2) > 0).all()
-                assert {*np.flatnonzero(some[row])} <= {*(codes // 2)}
-                assert {*np.flatnonzero(~every[row])} & {*(codes // 2)} == {*(codes // 2)[codes % 2 == 1]}
+                assert {*np.flatnonzero(any_valid[row])} <= {*(codes // 2)}
+                assert {*np.flatnonzero(~all_valid[row])} & {*(codes // 2)} == {*(codes // 2)[codes % 2 == 1]}
                 if case.get("segments", 1) == 1:  # random ids exclude no tile
-                    assert {*np.flatnonzero(some[row])} == {*(codes // 2)}
+                    assert {*np.flatnonzero(any_valid[row])} == {*(codes // 2)}
 
 
 def test_sorted_segments_exclude_tiles():

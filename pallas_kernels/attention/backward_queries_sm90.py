@@ -1,0 +1,187 @@
+"""The gradient of attention's queries on Hopper's tensor cores.
+
+    p = exp(s - lse)    ds = p (do vᵀ - delta)    dq = scale Σ ds k,    with the sum over the keys.
+
+A CTA computes one tile of queries of one head. A producer warpgroup copies tiles of keys and values to a ring of shared
+memory. Each consumer warpgroup owns 64 queries, and keeps their sums in registers. ds is multiplied from registers. The
+order of the sum is fixed.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.scores_sm90 import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    Tile,
+    aligned,
+    fits,
+    operand_bytes,
+    padded,
+    padded_statistics,
+    scores,
+    unsupported,
+)
+from pallas_kernels.attention.tiles import Masks, Visits
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import load, multiply_registers, operand, quotient, value_a_row
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.pipeline import Ring
+from pallas_kernels.core.simulator import simulating
+from pallas_kernels.core.tiles import kernel
+
+_CONSUMERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of 128 queries and `keys` keys, and `stages` of keys and values."""
+
+    keys: int = 128
+    stages: int = 2
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return ROWS * _CONSUMERS, self.keys
+
+    def shared_bytes(self, head: int) -> int:
+        return operand_bytes(2 * ROWS * _CONSUMERS + 2 * self.stages * self.keys, head)
+
+
+def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
+    if reason := unsupported(q, k, v, scale):
+        return reason
+    head = q.shape[3]
+    keys = 64 if head == 256 else 128
+    return next(c for stages in (4, 3, 2, 1) if fits((c := Config(keys, stages)).shared_bytes(head)))
+
+
+@kernel(plan=_plan, capability=(9, 0))
+def backward_queries(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    lse: Array,
+    delta: Array,
+    masks: Masks,
+    visits: Visits,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    config: Config,
+) -> Array:
+    """Return dq in the shape and dtype of q.
+
+    Args:
+      q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
+      do, lse, delta: as in `backward_keys_sm90.backward_keys`.
+      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the tile of the plan.
+    """
+    batch, queries, heads, head = q.shape
+    group = heads // k.shape[2]
+    rows, keys = config.tile
+    tiles = -(-queries // rows)
+    one_tile = (ROWS, keys)
+
+    def body(q, k, v, do, lse, delta, masks, visits, dq, *scratch, batch, head, row, warpgroup):
+        q_tile, do_tile, k_stages, v_stages, ds_tile, q_loaded, loaded, free = scratch
+        row = tiles - 1 - row  # The longest rows of a causal mask start first.
+        example = batch if visits.visits.shape[0] > 1 else 0
+        count = visits.counts[example, row]
+
+        def copy(step, stage, barrier, tile):
+            block = pl.ds(tile * keys, keys)
+            for ref, stages in ((k, k_stages), (v, v_stages)):
+                plgpu.copy_gmem_to_smem(ref.at[batch, block, quotient(head, group)], stages.at[stage], barrier)
+
+        ring = Ring(config.stages, copy, loaded, free=free)
+
+        def visit(step):
+            """Return the index of the step's tile, and whether it is masked."""
+            code = visits.visits[example, row, step]
+            return lax.shift_right_logical(code, 1), (code & 1) == 1
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            for ref, own in ((q, q_tile), (do, do_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(row * rows, rows), head], own, q_loaded)
+            lax.fori_loop(0, count, lambda step, _: ring.produce(step, visit(step)[0]), None)
+
+        def consume(sums):
+            own, queries = pl.ds(warpgroup * ROWS, ROWS), pl.ds(row * rows + warpgroup * ROWS, ROWS)
+            row_lse, row_delta = (
+                load(ref.at[batch, head, queries], value_a_row(), optimized=False) for ref in (lse, delta)
+            )
+
+            def add(step, _):
+                tile, masked = visit(step)
+                ring.wait(step)
+                stage = ring.stage(step)
+                k, v = k_stages.at[stage], v_stages.at[stage]
+
+                def multiply(s, dp):
+                    plgpu.wgmma(s, q_tile.at[own], k.transpose((1, 0)))
+                    plgpu.wgmma(dp, do_tile.at[own], v.transpose((1, 0)))
+                    plgpu.wgmma_wait(0)
+                    return s[...], dp[...]
+
+                s, dp = pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * 2)
+                position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
+                s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+                p = jnp.exp2(s * factor - lax.broadcast_in_dim(row_lse, one_tile, [0]))
+                ds = p * (dp - lax.broadcast_in_dim(row_delta, one_tile, [0]))
+                if capped is not None:
+                    ds *= 1 - capped * capped
+                scratch = None if ds_tile is None else ds_tile.at[warpgroup]
+                multiply_registers(sums, ds.astype(k.dtype), k, scratch)
+                plgpu.wgmma_wait(0)
+                ring.release(step)
+
+            lax.fori_loop(0, count, add, None)
+            return sums[...]
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _():
+            plgpu.set_max_registers(CONSUMER_REGISTERS[_CONSUMERS], action="increase")
+            plgpu.barrier_wait(q_loaded)
+            sums = pl.run_scoped(consume, plgpu.ACC((ROWS, q_tile.shape[1]), jnp.float32))
+            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+            own[...] = (sums * scale).astype(own.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own, dq.at[batch, pl.ds(row * rows + warpgroup * ROWS, ROWS), head])
+            plgpu.wait_smem_to_gmem(0)
+
+    q, k, v, do = map(aligned, (q, k, v, do))
+    own, stages = operand((rows, head), q.dtype), operand((config.stages, keys, head), k.dtype)
+    dq = launch(
+        body,
+        q,
+        k,
+        v,
+        do,
+        *padded_statistics(lse, delta, rows),
+        padded(masks, config.tile),
+        visits,
+        out=q,
+        grid={"batch": batch, "head": heads, "row": tiles},
+        warpgroups=_CONSUMERS + 1,
+        scratch=[
+            own,
+            own,
+            stages,
+            stages,
+            operand((_CONSUMERS, ROWS, keys), k.dtype) if simulating() is not None else None,
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
+        ],
+        name="attention_backward_queries",
+        approximate=True,
+    )
+    return dq[:, :queries]

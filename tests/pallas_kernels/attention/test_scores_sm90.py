@@ -1,0 +1,45 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention import structs
+
+from pallas_kernels.attention import backward_keys_sm90, backward_queries_sm90, forward_sm90, scores_sm90
+from pallas_kernels.attention.tiles import Masks
+from pallas_kernels.core.device import HOPPER
+
+
+def test_padding_is_masked():
+    ones = jnp.ones((1, 3), jnp.int32)
+    bias = jnp.arange(15.0).reshape(1, 1, 3, 5)
+    masks = Masks(ones, 4 * ones, ones, jnp.ones((1, 5), jnp.int32), bias[:, :, :1] > 2, bias)
+    padded = scores_sm90.padded(masks, (4, 8), transposed=True)
+    assert [a.shape for a in padded] == [(1, 4)] * 3 + [(1, 8), (1, 1, 8, 1), (1, 1, 8, 4)]
+    assert padded.first[0, 3] == padded.end[0, 3] == 0
+    np.testing.assert_array_equal(padded.bias[0, 0, :5, :3], bias[0, 0].T)
+
+
+def test_queries_without_keys_have_probability_zero():
+    lse, delta = scores_sm90.padded_statistics(jnp.array([[[1.0, -jnp.inf, 3.0]]]), jnp.ones((1, 1, 3)), 4)
+    np.testing.assert_array_equal(jnp.exp2(-lse)[0, 0, 1::2], [0, 0])
+    np.testing.assert_allclose(jnp.exp2(-lse)[0, 0, ::2], np.exp([-1, -3]), rtol=1e-5)
+    np.testing.assert_array_equal(delta[0, 0], [1, 1, 1, 0])
+
+
+@pytest.mark.parametrize("head", scores_sm90.HEADS)
+def test_plans_fit_in_shared_memory_and_registers(head, on_hopper):
+    q, k, v, _ = structs(head)
+    plans = [
+        (f.plan(q, k, v, scale=1.0), f.name)
+        for f in (forward_sm90.forward, backward_keys_sm90.backward_keys, backward_queries_sm90.backward_queries)
+    ]
+    (forward, _), (by_keys, _), (by_queries, _) = plans
+    assert all(config.shared_bytes(head) < HOPPER.shared_bytes for config, _ in plans)
+    # Registers per thread: a float32 tile of 64 x n takes n / 2. One operand in half precision, n / 4, is live at once.
+    registers = {
+        "forward": head / 2 + forward.keys * 3 / 4,
+        "keys": head / 2 + by_keys.queries * 3 / 4 if by_keys.divided else head + by_keys.queries * 5 / 4,
+        "queries": head / 2 + by_queries.keys * 5 / 4,
+    }
+    assert max(registers.values()) <= 224, registers
+    used = 128 * (2 * scores_sm90.CONSUMER_REGISTERS[2] + scores_sm90.PRODUCER_REGISTERS)
+    assert used <= HOPPER.registers
