@@ -1,4 +1,5 @@
 import inspect
+import warnings
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -66,6 +67,9 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
     if used and implementation in ("pallas", "xla"):
         what = f"{name}: implementation={implementation!r} does not take {', '.join(used)}"
         raise NotImplementedError(f"{what}; wants 'autodiff' or None")
+    if used and implementation is None:
+        why = f"because jaxbp does not take {', '.join(used)}"
+        warnings.warn(f"jaxbp.nnx.{name}: Flax computes this layer, {why}", stacklevel=4)
     return bool(used)
 
 

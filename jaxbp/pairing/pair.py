@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -142,7 +143,8 @@ class Pair(Op[P, R]):
 
         def gradients(saved, dy):
             saved, kinds = saved
-            return self._checked(kinds, backward(dy[0] if self._has_aux else dy, *saved))
+            dy = dy[0] if self._has_aux else dy
+            return self._checked(kinds, _called(self.backward.name, backward, dy, saved))
 
         call.defvjp(save_with_kinds, gradients)
 
@@ -154,7 +156,7 @@ class Pair(Op[P, R]):
     def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
         save, backward = self._rules[implementation]
         saved = self._residuals(*arrays, **options) if self._residuals else save(*arrays, **options)[1]
-        found = backward(dy, *saved, **options)
+        found = _called(self.backward.name, functools.partial(backward, **options), dy, saved)
         return found if self._linear else of_floating(self._checked(_Kinds.of(arrays), found), arrays)
 
     def _vjp_by_autodiff(self, dy: Any, *arrays: Any, **options: Any) -> Any:
@@ -177,6 +179,20 @@ def _kernels_differentiable(
     if kernel is not None and formula is not None and kernel is not formula:
         implementations["pallas"] = differentiable(kernel, formula, batch_axes)
     return implementations
+
+
+def _called(name, backward, dy, saved):
+    try:
+        return backward(dy, *saved)
+    except TypeError:
+        try:
+            inspect.signature(backward).bind(dy, *saved)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}: does not take dy and {len(saved)} saved arrays ({error}); wants `save=` in `Pair`, which "
+                "returns (y, saved), or a backward of dy and the forward's arguments"
+            ) from None
+        raise
 
 
 def _behind_dy(function, dy, *arrays, **options):

@@ -1,7 +1,8 @@
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -142,6 +143,24 @@ def takes_implementation(function: Callable) -> bool:
         return "implementation" in inspect.signature(function).parameters
     except ValueError:
         return False
+
+
+@contextlib.contextmanager
+def tracers_explained(caller: str, function: Callable) -> Iterator[None]:
+    """Name the function in JAX's errors on tracers at wrong places."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        name = name_of(function)
+        if "nondiff_argnums" in str(error):
+            raise TypeError(
+                f"{caller}: {name} passes an array or a number at a position in `nondiff_argnums`, which {caller} "
+                f"traces; wants a function of the other arguments, such as {caller}(lambda x: {name}(x, 2.0), x)"
+            ) from error
+        raise TypeError(
+            f"{caller}: {name} leaks a tracer: it stores an array in one call and uses it in a later call; wants a "
+            "function whose results depend only on its arguments"
+        ) from error
 
 
 def require_function(op: str, name: str, value: Any) -> None:

@@ -9,10 +9,18 @@ import numpy as np
 from jax import lax
 
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
-from jaxbp.verify.arguments import bind, name_of, require_function, require_several, take_apart
-from jaxbp.verify.comparison import Comparison, Difference, Measured, Program
+from jaxbp.verify.arguments import (
+    bind,
+    name_of,
+    require_function,
+    require_several,
+    take_apart,
+    takes_implementation,
+    tracers_explained,
+)
+from jaxbp.verify.comparison import CUSTOM_RULES, Comparison, Difference, Measured, Program
 from jaxbp.verify.derivatives import along, in_a_mode, in_numpy, scale_of, value_and_gradients
-from jaxbp.verify.interpreter import lifted, traced
+from jaxbp.verify.interpreter import has, lifted, traced, without_custom_rules
 from jaxbp.verify.judge import (
     KINK_RTOL,
     NEIGHBORS,
@@ -42,6 +50,9 @@ def compare(
     **options: Any,
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
+
+    If the function takes no `implementation`, such as a `jax.custom_vjp`, compare its custom rules with JAX's autodiff
+    of its forward.
 
     The costs are time, memory, and compilation time. The sum of all results is differentiated, with random weights for
     the elements of non-scalar results. The sum's Hessian is multiplied by a random direction, in forward over reverse
@@ -73,9 +84,16 @@ def compare(
         raise ValueError(
             f"compare: {name_of(function)} has no floating argument{among}; wants at least one, to differentiate"
         )
+    if takes_implementation(function):
+        variant = lambda name: functools.partial(arguments.call, bind(function, name, options))  # noqa: E731
+    else:
+        by_rules = functools.partial(arguments.call, functools.partial(function, **options))
+        reference, implementations = "autodiff", (CUSTOM_RULES,)
+        variant = {"autodiff": without_custom_rules(by_rules), CUSTOM_RULES: by_rules}.__getitem__
     leaves, random = list(arguments.leaves), np.random.default_rng(seed)
     normal = lambda a: random.standard_normal(a.shape).astype(a.dtype)  # noqa: E731
-    shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
+    with tracers_explained("compare", function):
+        shapes = jax.eval_shape(variant(reference), leaves)
     cotangents = [normal(y) if y.shape else np.ones((), y.dtype) for y in shapes]
     data = leaves, cotangents, [normal(leaves[i]) for i in chosen]
     dtypes = {leaves[i].dtype.name for i in chosen} | {y.dtype.name for y in shapes}
@@ -84,7 +102,7 @@ def compare(
     names["value"] = ["value"] if len(shapes) == 1 else [f"value {i}" for i in range(len(shapes))]
     difference, measured, programs = None, [], {}
     for implementation in dict.fromkeys((reference, *implementations)):
-        functions = _derivatives(functools.partial(arguments.call, bind(function, implementation, options)), chosen)
+        functions = _derivatives(variant(implementation), chosen)
         one, results = _measure(implementation, functions, data, second_order, seconds, programs, bool(measured))
         difference = difference or _difference_from(results, functions, data, chosen, tolerance)
         found = (difference(kind, i, name, results[kind][i]) for kind in results for i, name in enumerate(names[kind]))
@@ -127,8 +145,10 @@ def _measure(implementation, functions, data, second_order, seconds, programs, m
     """
     (gradients,), one, results = functions["both"], Measured(implementation), {}
     try:
-        text = jax.jit(gradients).lower(*data[:2]).as_text()
-        one = dataclasses.replace(one, same_as=programs.get(text))
+        traced_once = jax.jit(gradients).trace(*data[:2])
+        text = traced_once.lower().as_text()
+        interpreted = jax.default_backend() != "gpu" and has(traced_once.jaxpr, {"launch"})
+        one = dataclasses.replace(one, same_as=programs.get(text), interpreted=interpreted)
         programs.setdefault(text, implementation)
         program, (y, gradient) = _run(gradients, data[:2], seconds)
         one, results = dataclasses.replace(one, gradients=program), {"value": y, "gradient": gradient}

@@ -58,6 +58,10 @@ class Difference:
     worst: str = ""
 
 
+CUSTOM_RULES = "custom rules"
+"""The name of a function that takes no `implementation`, with its own derivatives."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The costs of a compiled program.
@@ -86,6 +90,7 @@ class Measured:
       failed: why all programs, or only the Hessian product, failed; else None.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
       missing: whether the function has no implementation of this name.
+      interpreted: whether kernels ran in Pallas' interpreter, because there is no GPU.
     """
 
     implementation: str | None
@@ -95,6 +100,11 @@ class Measured:
     failed: str | None = None
     same_as: str | None = None
     missing: bool = False
+    interpreted: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.implementation}, interpreter" if self.interpreted else str(self.implementation)
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
@@ -173,6 +183,8 @@ class Comparison:
             return f"{one.implementation} failed: {one.failed}"
         if one.same_as is not None:
             hint = "does the function pass `implementation=` on?"
+            if one.implementation == CUSTOM_RULES:
+                hint = "does the function have a custom rule, or take `implementation=`?"
             return f"{one.implementation} compiles to the same program as {one.same_as}; {hint}"
         ratio = reference.gradients.microseconds / one.gradients.microseconds
         if abs(np.log(ratio)) < np.log(AS_FAST):
@@ -188,8 +200,8 @@ class Comparison:
             found = f"more than rounding in {where}: {worst.worst}"
         else:
             found = f"differences at most {worst.relative:.0e}: rounding" if worst.relative else "no difference"
-        failed = f"; no Hessian product: {one.failed}" if one.failed else ""
-        return f"{one.implementation} {speed}; {found}{failed}"
+        failed = f"; no Hessian product (second_order=False leaves it out): {one.failed}" if one.failed else ""
+        return f"{one.label} {speed}; {found}{failed}"
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -207,11 +219,11 @@ class Comparison:
 
     def _bars(self, unit: str, field: str, size: float) -> Table:
         bars = Table.grid("", "", "", padding=(0, 1))
-        values = [(one.implementation, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
+        values = [(one, kind, getattr(p, field)) for one in self.measured for kind, p in one.programs]
         largest = max(value for *_, value in values) or 1
-        for implementation, kind, value in values:
-            bar = Text("█" * round(BAR_WIDTH * value / largest), style=color(implementation))
-            bars.add_row(f"{implementation}, {kind}", bar, f"{value / size:,.2f} {unit}")
+        for one, kind, value in values:
+            bar = Text("█" * round(BAR_WIDTH * value / largest), style=color(one.implementation))
+            bars.add_row(f"{one.label}, {kind}", bar, f"{value / size:,.2f} {unit}")
         return bars
 
     def _costs(self) -> Table:
@@ -229,7 +241,7 @@ class Comparison:
                 memory = ", ".join(f"{size / 2**20:.2f}" for size in (program.peak_bytes, program.temporary_bytes))
                 worst = one.largest(kind)
                 costs.add_row(
-                    str(one.implementation),
+                    one.label,
                     "Hessian" if kind == "hessian product" else kind,
                     f"{program.microseconds:.1f}",
                     f"{program.host_waited:.0%}",

@@ -13,7 +13,7 @@ import jaxbp
 import pallas_kernels
 from jaxbp import pairing
 from jaxbp.pairing import IMPLEMENTATIONS
-from jaxbp.verify.arguments import name_of
+from jaxbp.verify.arguments import name_of, tracers_explained
 from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes, while_parts
 from pallas_kernels.core import launch
 from pallas_kernels.core.source_lines import JAX_FOLDER, RuleLines
@@ -99,7 +99,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
         return y, vjp(cotangents)
 
     lines, inputs = RuleLines(), []
-    with lines.recording():
+    with lines.recording(), tracers_explained("find_nan", function):
         cotangents = [jnp.ones(y.shape, y.dtype) for y in jax.eval_shape(*of_floating(leaves))]
         program = jax.make_jaxpr(value_and_gradients)(leaves, cotangents)
     for (path, _), a in zip(jax.tree_util.tree_flatten_with_path(arguments)[0], leaves, strict=True):

@@ -23,7 +23,7 @@ from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -281,6 +281,16 @@ def _lower_for_cuda(context, *arrays, name, cuda, **_):
 
 
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
+
+
+def _refuse_derivative(*_, name, **__):
+    raise NotImplementedError(
+        f"{name}: JAX cannot differentiate a kernel; wants `jaxbp.differentiable(kernel, formula)`, which has the "
+        "derivatives of a formula, also around a kernel that the `save` of a `Pair` calls"
+    )
+
+
+ad.primitive_jvps[_launch_p] = _refuse_derivative
 
 
 def _batch(arrays, axes, *, name, parameters, entries, **_):

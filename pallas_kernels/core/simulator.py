@@ -35,13 +35,24 @@ def without_registers() -> bool:
     return simulating() is not None or _interpreting.get()
 
 
+FINDS_RACES = jax.__version_info__ >= (0, 12)
+
+
 @contextlib.contextmanager
-def simulated() -> Iterator[None]:
+def simulated(detect_races: bool = FINDS_RACES) -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, slowly, on the CPU.
 
-    Uninitialized floats are NaN, and uninitialized integers the largest value. Out-of-bounds reads raise errors. A data
-    race raises an error where it occurs, or a `RuntimeError` when the context ends.
+    Uninitialized floats are NaN, and uninitialized integers the largest value. Out-of-bounds reads raise errors. From
+    JAX 0.12 on, a data race raises an error where it occurs, or a `RuntimeError` when the context ends.
+
+    Raises:
+      NotImplementedError: `detect_races` is True before JAX 0.12, whose simulator finds no race.
     """
+    if detect_races and not FINDS_RACES:
+        raise NotImplementedError(
+            f"simulated: detect_races is True, and JAX is {jax.__version__}, whose simulator finds no race; wants JAX "
+            "0.12 or newer"
+        )
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -50,7 +61,7 @@ def simulated() -> Iterator[None]:
     mlir.register_lowering(layout_cast_p, lambda context, x, **layout: [x], platform="cpu")
     simulator.reset_gpu_interpret_mode_state()
     try:
-        with _simulation(InterpretGPUParams(detect_races=True)):
+        with _simulation(InterpretGPUParams(detect_races=detect_races)):
             yield
         jax.effects_barrier()
         if simulator.gpu_callbacks._races is not None and simulator.get_races().races_found:

@@ -263,7 +263,8 @@ def linear_softmax_cross_entropy(
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
-      The loss, in the promoted dtype of x, w, and b. It is NaN if a kept row has an invalid label.
+      The loss, in the promoted dtype of x, w, and b, as Optax's loss of the logits. It is NaN if a kept row has an
+        invalid label.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

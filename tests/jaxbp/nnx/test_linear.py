@@ -33,7 +33,8 @@ def test_a_bfloat16_input_with_float32_parameters_gives_float32():
 
 def test_linear_takes_a_sharding_of_its_result():
     mesh = jax.make_mesh((2,), ("examples",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
+    reported = "jaxbp.nnx.Linear: Flax computes this layer, because jaxbp does not take out_sharding"
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=reported):
         y = make(jaxbp.nnx, "Linear")(ROWS, out_sharding=P("examples"))
         assert y.sharding.spec == P("examples", None, None)
         np.testing.assert_allclose(y, make(nnx, "Linear")(ROWS), rtol=1e-6)

@@ -831,3 +831,11 @@ def test_second_derivatives_work_under_checkpoint():
     pair = Pair(jnp.exp, {"xla": lambda dy, y: dy * y}, **EXP)
     layer = jax.checkpoint(lambda x: jnp.sum(pair(x, implementation="xla")))
     assert_close(jax.jit(jax.jacrev(jax.grad(layer)))(X), jnp.diag(jnp.exp(X)), "float32")
+
+
+def test_a_backward_of_a_result_that_is_not_saved_names_save():
+    exponential = Pair(jnp.exp, {"xla": lambda dy, x, y: dy * y}, name="exponential")
+    message = r"^exponential_backward: does not take dy and 1 saved arrays \(missing .*'y'\); wants `save=` in `Pair`"
+    for call in (jax.grad(exponential), lambda x: exponential.vjp(x, x)):
+        with pytest.raises(TypeError, match=message):
+            call(1.0)

@@ -243,3 +243,35 @@ def test_a_reference_with_larger_rounding_errors_is_no_mistake_of_the_others():
     x = np.random.default_rng(0).uniform(1, 2, (400, 3)).astype(jnp.bfloat16)
     result = quickly(pair, x, implementations=["xla"], second_order=False)
     assert result.measured[1].largest("value").relative > 0.1 and "more than rounding" not in result.verdict[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled(x, factor):
+    return factor * jnp.sin(x)
+
+
+scaled.defvjp(lambda x, factor: (scaled(x, factor), x), lambda factor, x, dy: (1.5 * factor * dy * jnp.cos(x),))
+
+
+def test_a_custom_vjp_is_compared_with_autodiff_of_its_forward():
+    result = quickly(lambda x: scaled(x, 2.0), X, second_order=False)
+    autodiff, rules = result.measured
+    assert [one.implementation for one in (autodiff, rules)] == ["autodiff", "custom rules"]
+    assert rules.largest("gradient").relative == pytest.approx(0.5, rel=1e-5)
+    assert rules.largest("value").relative == 0
+    (verdict,) = quickly(jnp.sin, X, second_order=False).verdict
+    assert verdict.endswith(
+        "the same program as autodiff; does the function have a custom rule, or take `implementation=`?"
+    )
+
+
+@pytest.mark.parametrize("function", [compare, jaxbp.verify.check, jaxbp.verify.find_nan])
+def test_an_array_for_nondiff_argnums_is_explained(function):
+    message = rf"^{function.__name__}: scaled passes an array or a number at a position in `nondiff_argnums`, which"
+    with pytest.raises(TypeError, match=message):
+        function(scaled, X, np.float32(2))
+
+
+def test_times_of_the_interpreter_are_marked():
+    text = str(quickly(jaxbp.relu, X, implementations=["pallas", "xla"], second_order=False))
+    assert ("pallas, interpreter" in text) == (jax.default_backend() == "cpu") and "xla, interpreter" not in text

@@ -283,3 +283,9 @@ def test_gpu_a_grid_may_have_more_ctas_than_cuda_takes_along_its_outer_axes():
     (x,) = normal((70_000, 2 * LANES))
     y = launch(body, x, out=x, grid={"row": len(x), "block": 2}, name="double")
     np.testing.assert_array_equal(y, 2 * x)
+
+
+def test_the_error_of_a_derivative_names_the_kernel_and_the_remedy():
+    message = r"JAX cannot differentiate a kernel; wants `jaxbp.differentiable\(kernel, formula\)`"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(jax.grad(lambda x: run(double, x).sum()), rows())

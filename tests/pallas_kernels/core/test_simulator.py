@@ -73,3 +73,9 @@ def all_write_the_same_place(x_ref, y_ref, *, i):
 def test_the_simulator_raises_on_a_race():
     with pytest.raises((jax.errors.JaxRuntimeError, RuntimeError), match=r"(?i)race"), simulated():
         jax.block_until_ready(run(all_write_the_same_place, rows()))
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="the simulator finds races from JAX 0.12 on")
+def test_a_simulator_that_finds_no_race_says_so():
+    with pytest.raises(NotImplementedError, match=r"finds no race; wants JAX 0.12 or newer"), simulated(True):
+        pass
