@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.accuracy import measure
-from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command
+from experiments.output.errors import UserError, kept_in, refuse_unknown, refuse_unwritable, run_command
 from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Case, Entry, FixedArgument
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run(config: CheckConfig, command: str) -> int:
     entries = selected(config.ops)
-    refuse_missing_folders(config.json)
+    refuse_unwritable(config.json)
     if config.repeat is not None and config.repeat < 2:
         raise UserError(f"--repeat is {config.repeat}; wants at least 2 runs, which are compared")
     console, rows = Console(), []

@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +23,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from experiments import configs
+from experiments import at_ctrl_c, configs
 from experiments.configs import AUTOMATA, TrainingConfig
 from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data import datasets
 from experiments.data.datasets import Dataset
-from experiments.output.errors import Stopped, UserError, exit_code, refuse_missing_folders
+from experiments.output.errors import (
+    Stopped,
+    UserError,
+    exit_code,
+    refuse_unwritable,
+    warn_of_failure,
+    with_home,
+)
+from experiments.output.files import written
 from experiments.output.results import keep, provenance
 from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
@@ -113,7 +123,7 @@ def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         if place is not None and place.process:
             processes.run(place, _follow)
         command = parse(args, program)
-        refuse_missing_folders(command.json)
+        refuse_unwritable(command.json)
         if place is not None:
             processes.run(place, lambda _: lead(command), json.dumps(configs.to_dict(command.experiment)))
         return lead(command)
@@ -122,8 +132,15 @@ def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 
 def _follow(settings: str) -> int:
-    saved = json.loads(settings)
-    config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
+    try:
+        saved = json.loads(settings)
+        config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"process 0 sent settings that this process cannot read ({reason}); wants the same version of jaxbp in all "
+            "processes"
+        ) from None
     dataset = config.load()
     prepared = training.prepare(config, dataset)
     state, epochs_done, is_done = _shared(prepared, dataset, prepared.state, 0, False)
@@ -133,6 +150,7 @@ def _follow(settings: str) -> int:
     for metrics, *_ in training.run(prepared, state, epochs_done):
         if config.is_last(metrics.epoch, metrics.test_accuracy):
             break
+        processes.meet()
     return 0
 
 
@@ -144,6 +162,7 @@ def _shared(
     if jax.process_count() > 1:
         checksums = datasets.checksum(*dataset[:4]), prepared.constants_checksum
         checksum = np.uint32(zlib.crc32(repr(checksums).encode()))
+    processes.meet()
     sent = state, np.int32(epochs_done), np.bool(is_done), checksum
     state, epochs_done, is_done, wanted = processes.of_process_0(sent)
     if checksum != wanted:
@@ -168,7 +187,7 @@ def parse(args: Sequence[str], program: str = PROGRAM) -> Command:
     else:
         experiments = {name: _with_options(config) for name, config in configs.EXPERIMENTS.items()}
         parsed = tyro.extras.subcommand_cli_from_dict(experiments, args=args, prog=program, config=flags)
-    settings = dict(vars(parsed))
+    settings = dict(vars(with_home(parsed)))
     path, *_ = [settings.pop(field.name) for field in dataclasses.fields(Options)]
     if settings["run_dir"] is None:
         settings["run_dir"] = Path("runs") / f"{parsed.name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -186,7 +205,7 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
         return None
     if found.run_dir is None:
         raise UserError("resume is True; wants run_dir as well, the directory of the run")
-    saved, name = run_directory.saved_config(found.run_dir), args[0]
+    saved, name = run_directory.saved_config(found.run_dir.expanduser()), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
         raise UserError(f"run_dir is {found.run_dir}, which holds a run of {saved.name}; wants a run of {name}")
     return dataclasses.replace(saved, resume=True)
@@ -219,6 +238,7 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
             dataset = config.load()
             directory.check_data(checksum := config.data_checksum(dataset))
             prepared = training.prepare(config, dataset)
+            at_ctrl_c(signal.default_int_handler)
             state = directory.begin(prepared.state, prepared.constants_checksum, checksum)
             state, _, _ = _shared(prepared, dataset, state, len(directory.metrics), directory.is_done)
             with _progress(config, len(directory.metrics)) as show:
@@ -229,6 +249,7 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
                         show(metrics)
                         if directory.is_done:
                             break
+                        processes.meet()
             if predictions is None:  # an earlier process completed all epochs
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
@@ -236,26 +257,47 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
             print(f"curves in {config.run_dir / 'curves.png'}")
             nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.params))
             if report:
-                print(report.write(config, prepared.model, dataset))
+                _report(report, config, prepared.model, dataset)
             directory.seal(files)
         except KeyboardInterrupt:
             raise _stopped(directory, dataset, predictions, program) from None
     return directory.metrics[-1]
 
 
+def _report(report: Any, config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> None:
+    try:
+        print(report.write(config, model, dataset))
+    except OSError:  # a full disk
+        raise
+    except Exception as error:
+        warn_of_failure("the report", error)
+
+
 def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | None) -> None:
     config, last = directory.config, directory.metrics[-1]
     title = f"{config.name} on {dataset.name}: test accuracy {last.test_accuracy:.4f}"
-    directory.write(CURVES, pictures.curves(title, directory.metrics, dataset, predictions, config.curves))
+    written(
+        config.run_dir / CURVES,
+        lambda: pictures.curves(title, directory.metrics, dataset, predictions, config.curves),
+    )
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None, program: str) -> Stopped:
+    at_ctrl_c(signal.SIG_IGN)
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
         _draw(directory, dataset, predictions)
-    command = shlex.join([*program.split(), "--resume", "--run-dir", str(directory.config.run_dir)])
-    return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {command}")
+    command = [*program.split(), "--resume", "--run-dir", str(directory.config.run_dir)]
+    return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {' '.join(map(_quoted, command))}")
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell, in one line of printable characters."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(plain)}'"
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from experiments.bench.roofline import measured_rates
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.selection import quick, selected
 from experiments.bench.workloads import Workload
-from experiments.output.errors import UserError, kept_in, refuse_missing_folders, run_command
+from experiments.output.errors import UserError, kept_in, refuse_unwritable, run_command
 from experiments.output.results import keep, provenance
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
@@ -106,7 +106,7 @@ def check(config: BenchConfig) -> None:
         raise UserError("--batch-last is given with --peers; wants only one of them: peers need a leading batch axis")
     if config.time_limit is not None and not config.time_limit >= 0:
         raise UserError(f"--time-limit is {config.time_limit}; wants at least 0 seconds")
-    refuse_missing_folders(config.json)
+    refuse_unwritable(config.json)
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:

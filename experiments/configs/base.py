@@ -40,8 +40,12 @@ class Range(NamedTuple):
     above: bool = False
 
     def has(self, value: Any) -> bool:
-        is_finite = matches(value, int) or (isinstance(value, float) and math.isfinite(value))
-        return is_finite and self.least <= value <= self.most and not (self.above and value == self.least)
+        return (
+            matches(value, float)
+            and abs(value) < math.inf
+            and self.least <= value <= self.most
+            and not (self.above and value == self.least)
+        )
 
     def __str__(self) -> str:
         if self.above:
@@ -157,7 +161,7 @@ class TrainingConfig:
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
-            raise UserError(f"{field} is {getattr(self, field)!r}; wants {wanted}")
+            raise UserError(f"{field} is {reprlib.repr(getattr(self, field))}; wants {wanted}")
 
     def _check_choice(self, field: str, choices: Sequence[str | None]) -> None:
         self._check(field, getattr(self, field) in choices, f"one of {', '.join(map(str, choices))}")
@@ -172,10 +176,12 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """Invert `to_dict`. A field that `saved` lacks gets its default."""
     values, fields = dict(saved), annotations(config)
     if (name := values.pop("experiment", None)) != config.name:
-        raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
+        saved_name = reprlib.repr(name)
+        raise UserError(f"the saved settings are of the experiment {saved_name}; wants settings of {config.name}")
     if unknown := values.keys() - fields.keys():
         raise UserError(
-            f"this version of jaxbp has no setting {', '.join(sorted(unknown))}; wants the version that saved the run"
+            f"this version of jaxbp has no setting {', '.join(map(reprlib.repr, sorted(unknown)))}; wants the version "
+            "that saved the run"
         )
     return config(**{name: _from_json(value, fields[name]) for name, value in values.items()})
 
@@ -264,7 +270,7 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
 def matches(value: Any, annotation: Any) -> bool:
     """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, a tuple, or a dict.
 
-    An integer is also a `float`. A boolean is no number.
+    An integer is also a `float`. Booleans, infinity, NaN, and integers of more than 64 bits are no numbers.
     """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -281,9 +287,11 @@ def matches(value: Any, annotation: Any) -> bool:
     if origin is dict:
         key, content = args
         return isinstance(value, dict) and all(matches(k, key) and matches(v, content) for k, v in value.items())
-    if annotation in (int, float) and isinstance(value, bool):
-        return False
-    return annotation is Any or isinstance(value, (int, float) if annotation is float else annotation)
+    if annotation is float and isinstance(value, float):
+        return math.isfinite(value)
+    if annotation in (int, float):
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return annotation is Any or isinstance(value, annotation)
 
 
 def described(annotation: Any) -> str:

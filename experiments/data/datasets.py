@@ -1,12 +1,13 @@
 import functools
-import gzip
 import hashlib
 import math
 import os
+import time
+import urllib.request
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pooch
@@ -25,6 +26,9 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
+PIECE_BYTES = 2**16
+SLOW_SECONDS, SLOW_BYTES = 30, 30_000
+"""A mirror that sends fewer bytes in this time is given up."""
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -106,7 +110,8 @@ def load(
       md5: the MD5 checksums of downloaded files, by name.
 
     Raises:
-      UserError: for an unknown name or a corrupt file.
+      UserError: for an unknown name, a file with a wrong header, size, or label, or a damaged gzip file. In an unzipped
+        file, other pixels and labels are not noticed.
       FileNotFoundError: if a file is missing and cannot be downloaded.
     """
     if name == "digits":
@@ -127,8 +132,11 @@ def load(
 
 
 def default_data_dir(name: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "jaxbp" / name
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise UserError(f"{error}; wants the folder of the data, data_dir, or the variable XDG_CACHE_HOME") from None
+    return Path(cache) / "jaxbp" / name
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
@@ -136,8 +144,10 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.read(header_bytes)
+        with path.open("rb") as file:
+            pieces = _unzipped(file) if path.suffix == ".gz" else iter(lambda: file.read(PIECE_BYTES), b"")
+            content = bytearray(next(pieces, b""))
+            header = content[:header_bytes]
             if len(header) < header_bytes:
                 raise UserError(
                     f"{path}: has {len(header)} bytes; wants at least {header_bytes}, the size of the header"
@@ -151,14 +161,32 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can expand to gigabytes. An extra byte shows surplus.
-            content = file.read(wanted_bytes + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            # The header of a small file can claim gigabytes, and a small gzip file can expand to gigabytes.
+            while len(content) <= header_bytes + wanted_bytes and (piece := next(pieces, b"")):
+                content += piece
+    except zlib.error as error:
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error
-    if len(content) != wanted_bytes:
-        came = "more" if len(content) > wanted_bytes else len(content)
+    if (found := len(content) - header_bytes) != wanted_bytes:
+        came = "more" if found > wanted_bytes else found
         raise UserError(f"{path}: has {came} bytes after the header; wants {wanted_bytes}, for the shape {shape}")
-    return np.frombuffer(content, np.uint8).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def _unzipped(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of a gzip file. Raise zlib.error if it is damaged or has bytes after its end.
+
+    Python's gzip module would skip zeros after the end one byte at a time.
+    """
+    unzip = zlib.decompressobj(wbits=31)
+    while not unzip.eof:
+        zipped = unzip.unconsumed_tail or file.read(PIECE_BYTES)
+        piece = unzip.decompress(zipped, PIECE_BYTES)
+        if not (zipped or piece):
+            raise zlib.error("the file ended before its end marker")
+        if piece:
+            yield piece
+    if unzip.unused_data or file.read(1):
+        raise zlib.error("the file has bytes after its end marker")
 
 
 def _digits() -> Dataset:
@@ -233,7 +261,8 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
     for mirror in mirrors:
         url = mirror.rstrip("/") + "/" + zipped.name
         try:
-            return Path(pooch.retrieve(url, f"md5:{md5[zipped.name]}", fname=zipped.name, path=folder))
+            checksum = f"md5:{md5[zipped.name]}"
+            return Path(pooch.retrieve(url, checksum, fname=zipped.name, path=folder, downloader=_download))
         except (OSError, ValueError) as error:
             # The innermost exception is one line long.
             failures.append(f"{url}: {getattr(next(iter(error.args), None), 'reason', error)}")
@@ -244,3 +273,15 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
         f"{plain.name} is not in {folder}, and could not be downloaded ({'; '.join(failures) or 'no mirror given'}); "
         f"wants these files in {folder}: {wanted}"
     )
+
+
+def _download(url: str, file: str, _: pooch.Pooch | None) -> None:
+    with urllib.request.urlopen(url, timeout=SLOW_SECONDS) as response, Path(file).open("wb") as out:
+        received, since = 0, time.monotonic()
+        while piece := response.read1(PIECE_BYTES):
+            out.write(piece)
+            received += len(piece)
+            if (seconds := time.monotonic() - since) > SLOW_SECONDS:
+                if received < SLOW_BYTES:
+                    raise TimeoutError(f"sent only {received:,} bytes in {seconds:.0f} s")
+                received, since = 0, time.monotonic()

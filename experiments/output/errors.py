@@ -6,15 +6,27 @@
 """
 
 import contextlib
+import dataclasses
 import difflib
 import io
+import os
 import shlex
+import shutil
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
+
+from experiments import at_ctrl_c
+
+LEAST_COLUMNS = 40
+"""Tyro's help does not end on a narrower terminal."""
+MOST_CHARACTERS = 2000
+"""Longer messages lose their middle."""
 
 
 class UserError(ValueError):
@@ -42,9 +54,10 @@ def run_command(
     program = ["python", "-m", *module.split()]
 
     def command():
+        at_ctrl_c(signal.default_int_handler)
         flags = (tyro.conf.FlagCreatePairsOff,)
         parsed = tyro.cli(config, args=args, prog=" ".join(program), config=flags, **options)
-        return run(parsed, shlex.join([*program, *args]))
+        return run(with_home(parsed), shlex.join([*program, *args]))
 
     return exit_code(command)
 
@@ -56,6 +69,8 @@ def exit_code(command: Callable[[], int]) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if shutil.get_terminal_size().columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(LEAST_COLUMNS)
     try:
         return command()
     except FileNotFoundError as error:
@@ -67,7 +82,8 @@ def exit_code(command: Callable[[], int]) -> int:
     except (BrokenRun, FloatingPointError) as error:
         return _said(f"error: {error}", 1)
     except KeyboardInterrupt as stop:
-        return _said(str(stop) or "stopped", 130)
+        at_ctrl_c(signal.SIG_IGN)
+        return _said(str(stop) or "stopped", 130, most=None)
 
 
 def refuse_unknown(
@@ -82,12 +98,32 @@ def refuse_unknown(
     return tuple(names or known)
 
 
-def refuse_missing_folders(*paths: Path | None) -> None:
+def with_home(settings: Any) -> Any:
+    """Return a dataclass with the home folder instead of `~` in its paths, also in nested dataclasses."""
+    if isinstance(settings, Path):
+        try:
+            return settings.expanduser()
+        except RuntimeError as error:
+            raise UserError(f"{settings}: {error}; wants a path without ~") from None
+    if not dataclasses.is_dataclass(settings):
+        return settings
+    expanded = {name: with_home(value) for name, value in vars(settings).items()}
+    return dataclasses.replace(settings, **expanded) if expanded != vars(settings) else settings
+
+
+def refuse_unwritable(*paths: Path | None) -> None:
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; wants the name of a file")
+        if not path.parent.is_dir():
             raise UserError(
                 f"{path} cannot be written, because there is no folder {path.parent}; wants an existing folder"
             )
+        for place in (path.resolve().parent, path):
+            if place.exists() and not os.access(place, os.W_OK):
+                raise UserError(f"{path} cannot be written, because {place} is read-only; wants another path")
 
 
 @contextlib.contextmanager
@@ -100,14 +136,25 @@ def kept_in(path: Path | None) -> Iterator[None]:
         raise Stopped(f"stopped; {path} has the results so far" if kept else "stopped") from None
 
 
-def _in_words(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
+def warn_of_failure(part: str, error: Exception) -> None:
+    """Warn that a part of a command's output is missing."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    warn(f"{part} failed, and is left out ({type(error).__name__} in {where}: {error})")
 
 
 def warn(message: str) -> None:
     _said(f"warning: {message}", 0)
 
 
-def _said(message: str, code: int) -> int:
-    print(" ".join(message.split()), file=sys.stderr, flush=True)
+def _in_words(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
+
+
+def _said(message: str, code: int, most: int | None = MOST_CHARACTERS) -> int:
+    line = " ".join(part.strip() for part in message.splitlines())
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if most is not None and len(line) > most:
+        line = f"{line[: most // 2]} ... {line[-most // 2 :]}"
+    print(line, file=sys.stderr, flush=True)
     return code

@@ -1,7 +1,10 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from experiments.output.errors import warn_of_failure
 
 SUFFIX = ".jaxbp-tmp"
 
@@ -24,6 +27,24 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     to_disk(path.parent)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write into a file that the user names: a device, a pipe, or atomically a file or the target of a link."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_atomically(path.resolve(), data)
+
+
+def written(path: Path, content: Callable[[], bytes]) -> None:
+    """Write `content()` into a file. If `content` fails, warn instead."""
+    try:
+        data = content()
+    except Exception as error:
+        warn_of_failure(str(path), error)
+    else:
+        write_atomically(path, data)
 
 
 def read(path: Path) -> bytes:

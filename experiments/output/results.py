@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 import jaxbp
-from experiments.output.files import write_atomically
+from experiments.output.files import write
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
@@ -63,7 +63,7 @@ def to_json(report: Mapping[str, Any]) -> bytes:
 
 def keep(report: Mapping[str, Any], path: Path | None) -> None:
     if path is not None:
-        write_atomically(path, to_json(report))
+        write(path, to_json(report))
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:

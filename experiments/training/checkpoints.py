@@ -82,6 +82,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
     """Write a checkpoint atomically, and return it with the checksums of its files."""
     unfinished = temporary_name(checkpoint.path)
     try:
+        remove(unfinished)  # of an earlier process with the same number, or after a full disk
         unfinished.mkdir()
         save_state(unfinished, arrays)
         files = list(_files(unfinished / STATE))

@@ -1,16 +1,20 @@
 import ctypes
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from experiments.output.errors import warn_of_failure
+from experiments.training.loop import LEAST_SECONDS
 from jaxbp import CellularCircuit, Circuit, ConvolutionalCircuit, Netlist
 from jaxbp.logic.circuits.bits import WORD_BITS, pack_grid, unpack_grid
 
 FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC")
-TIMED_SECONDS = 1.0
+TIMED_SECONDS, MOST_TICKS = 1.0, 2**20
 AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
@@ -53,13 +57,25 @@ def compiled_automaton(
     return run
 
 
+def measured(measure: Callable[[str, Path], float]) -> float | None:
+    """Return `measure(compiler, folder)`. Return None without a C compiler, or with a warning if it fails."""
+    if (compiler := shutil.which("cc")) is None:
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(compiler, Path(folder))
+    except (OSError, MemoryError, subprocess.SubprocessError) as error:
+        warn_of_failure("the speed of the compiled C code", error)
+        return None
+
+
 def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:
     ticks = 1
     while True:
         start = time.perf_counter()
         run(state, ticks)
-        seconds = time.perf_counter() - start
-        if seconds >= TIMED_SECONDS:
+        seconds = max(time.perf_counter() - start, LEAST_SECONDS)
+        if seconds >= TIMED_SECONDS or ticks >= MOST_TICKS:
             return ticks / seconds
         ticks *= 2
 
@@ -67,5 +83,7 @@ def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.nda
 def load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
     file, library = folder / "source.c", folder / "library.so"
     file.write_text(source)
-    subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], check=True)
+    done = subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{compiler} ended with {done.returncode}: {done.stderr or done.stdout}")
     return ctypes.CDLL(str(library))

@@ -57,6 +57,10 @@ class Metrics(NamedTuple):
     """Number of steps that were not finite, and changed only the loss scale."""
 
 
+LEAST_SECONDS = 1e-9
+"""A time of 0, of a clock that stands still, counts as this time."""
+MOST_INPUT = 1e6
+"""A larger input, such as a damaged pixel, would overflow or dominate the training."""
 MOST_SKIPPED = 50
 """Consecutive skipped steps that end a run. Far fewer reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
@@ -89,6 +93,16 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")
+    for name in ("train_images", "test_images"):
+        images = np.asarray(getattr(dataset, name))
+        # The thresholds of a table's features fit their values.
+        most = np.finfo(np.float32).max if dataset.features else MOST_INPUT
+        if np.issubdtype(images.dtype, np.floating) and not (np.abs(images) <= most).all():
+            worst = images.flat[np.argmax(np.where(np.isnan(images), np.inf, np.abs(images)))]
+            raise UserError(
+                f"{name} of the dataset {dataset.name} has the value {worst:g}; wants numbers from -{most:g} to "
+                f"{most:g}"
+            )
     mesh = devices.mesh_of(config)
     steps_per_epoch = examples // config.batch_size
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
@@ -270,7 +284,7 @@ def run(
         started = time.perf_counter()
         state, losses, accuracies, finite = training.train_epoch(state, epoch)
         losses, accuracies, finite = map(np.asarray, (losses, accuracies, finite))
-        seconds = time.perf_counter() - started
+        seconds = max(time.perf_counter() - started, LEAST_SECONDS)
         started = time.perf_counter()
         test_loss, test_correct, predictions = map(np.asarray, training.evaluate(state.params))
         evaluation_seconds = time.perf_counter() - started

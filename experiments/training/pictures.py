@@ -1,5 +1,6 @@
 """Pictures of runs: learning curves, the gates of a circuit, and the states of a cellular automaton."""
 
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
 from experiments.data.datasets import Dataset
-from experiments.output.files import write_atomically
+from experiments.output.files import written
 from experiments.output.pages import COLORS, PALETTES
 from experiments.training.compiled import AnyCircuit
 from experiments.training.loop import Metrics
@@ -142,11 +143,10 @@ def write_pictures(
         "a square destroyed": run(with_square_destroyed(grown[-1]), 2),
     }
     names = ("automaton.gif", "automaton_large.gif", "automaton_healing.gif")
-    files = {"automaton.png": strip(runs, visible, trained_ticks, target)}
-    files |= {name: animation(states, visible) for name, states in zip(names, runs.values(), strict=True)}
-    for name, data in files.items():
-        write_atomically(folder / name, data)
-    return [folder / name for name in files]
+    written(folder / "automaton.png", lambda: strip(runs, visible, trained_ticks, target))
+    for name, states in zip(names, runs.values(), strict=True):
+        written(folder / name, functools.partial(animation, states, visible))
+    return [folder / name for name in ("automaton.png", *names)]
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:

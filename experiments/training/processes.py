@@ -1,13 +1,15 @@
 """Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
 Each other process connects to process 0 at the port after the coordinator's. In one line, it sends its number, the
-number of processes, and a secret token. Process 0 answers with the settings of the run. The connection stays open, and
-closes when a process ends.
+number of processes, and the SHA-256 of a secret token. Process 0 answers with the settings of the run. The connection
+stays open, and closes when a process ends.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import hmac
 import os
 import queue
@@ -31,6 +33,10 @@ from experiments.output.errors import UserError, exit_code
 TOKEN = "JAXBP_TOKEN"
 """The environment variable with the token."""
 START_SECONDS = 300
+"""How long a process waits for another."""
+QUIET_SECONDS = 2
+"""A process that waits longer says so."""
+MOST_PROCESSES = 1024
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
 """Limits on the time and size of the first line from another process."""
 SETTINGS_BYTES = 2**16
@@ -39,7 +45,8 @@ PARTING_SECONDS = 2
 """Seconds within which a process notices that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
-DONE = b"."
+DONE, HERE, STOP = b".", b"h", b"s"
+"""What a process tells another: the run has ended, the process waits in `meet`, Ctrl-C was pressed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +73,28 @@ class Place:
         host, _, port = found["coordinator"].rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16 - 1:
             raise UserError(f"--coordinator is {found['coordinator']}; wants HOST:PORT, with a port from 1 to 65534")
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise UserError(f"--coordinator is {found['coordinator']}; wants HOST:PORT, with a valid host") from None
+        if found["processes"] > MOST_PROCESSES:
+            raise UserError(f"--processes is {found['processes']}; wants at most {MOST_PROCESSES}")
         if not 0 <= found["process"] < found["processes"]:
             wanted = f"a number from 0 to {found['processes'] - 1}, below --processes"
             raise UserError(f"--process is {found['process']}; wants {wanted}")
         return cls(host.strip("[]"), int(port), found["process"], found["processes"])
+
+
+_meet: Callable[[], None] | None = None
+
+
+def meet() -> None:
+    """Wait until every process calls this function. JAX's collectives wait only 30 s on a CPU.
+
+    Raise TimeoutError if a process does not come within `START_SECONDS`.
+    """
+    if _meet is not None:
+        _meet()
 
 
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
@@ -78,18 +103,19 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
     Only process 0 passes `settings`, one line of text, and sends them to the others. When the command of process 0
     returns 0, all processes exit with 0. If a process fails or disappears, all others exit with 1.
     """
+    global _meet
     if place.process:
         links, settings = _call(place)
     else:
         links = _listen(place)
         for link in links.values():
             link.sendall(settings.encode() + b"\n")
-    ends = threading.Event()
+    ends, arrived = threading.Event(), queue.SimpleQueue()
+    _meet = functools.partial(_meet_over, links, arrived, is_first=place.process == 0)
 
     def initialized():
         if place.process:
-            # Ctrl-C reaches all processes of a terminal. Only process 0 handles it.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _hand_on_ctrl_c(links[0])
         # JAX's preemption service would catch SIGTERM and continue.
         jax.config.update("jax_enable_preemption_service", False)
         host = f"[{place.host}]" if ":" in place.host else place.host
@@ -102,10 +128,16 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
         return command(settings)
 
     def watch(process):
-        try:
-            said = links[process].recv(1)
-        except OSError:
-            said = b""
+        said = HERE
+        while said in (HERE, STOP):
+            try:
+                said = links[process].recv(1)
+            except OSError:
+                said = b""
+            if said == HERE:
+                arrived.put(process)
+            elif said == STOP:
+                os.kill(os.getpid(), signal.SIGINT)
         if said == DONE:
             end(0)
         if not ends.is_set():
@@ -141,6 +173,48 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
     end(code)
 
 
+def _meet_over(links, arrived, is_first):
+    """Process 0 answers when all others have said that they are here."""
+    if not is_first:
+        links[0].sendall(HERE)
+    missing, deadline, has_said = set(links), time.monotonic() + START_SECONDS, False
+    while missing:
+        seconds = deadline - time.monotonic()
+        try:
+            missing.remove(arrived.get(timeout=max(0, seconds if has_said else min(QUIET_SECONDS, seconds))))
+        except queue.Empty:
+            if has_said:
+                raise TimeoutError(
+                    f"process {min(missing)} did not come to the next epoch within {START_SECONDS} s; {ENDS}"
+                ) from None
+            has_said = _say_waiting(f"process {min(missing)} to come to the next epoch")
+    if is_first:
+        for link in links.values():
+            link.sendall(HERE)
+
+
+def _hand_on_ctrl_c(link):
+    """Let Ctrl-C in this process stop process 0, which draws the curves, says how to resume, and ends the others."""
+    wakes, woken = socket.socketpair()
+    woken.setblocking(False)
+
+    def hand_on():
+        wakes.recv(1)
+        print("process 0 stops the run after this epoch", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            link.sendall(STOP)
+
+    signal.signal(signal.SIGINT, lambda *_: None)
+    # Python calls the handler only after JAX's current computation, but writes into this socket at once.
+    signal.set_wakeup_fd(woken.detach())
+    threading.Thread(target=hand_on, daemon=True).start()
+
+
+def _say_waiting(whom: str) -> bool:
+    print(f"waiting for {whom}, for at most {START_SECONDS} s", file=sys.stderr, flush=True)
+    return True
+
+
 def of_process_0(tree: PyTree) -> PyTree:
     """Return process 0's arrays in every process. Every process must pass equal shapes and dtypes."""
     if jax.process_count() == 1:
@@ -155,6 +229,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 def _listen(place):
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
+    has_said = False
     # JAX's coordinator crashes if its port is in use. Reserve the port until the coordinator starts.
     with _bound(place, place.port), _bound(place, place.port + 1) as server:
         if not os.environ.get(TOKEN):
@@ -165,6 +240,8 @@ def _listen(place):
                 raise TimeoutError(
                     f"process {missing[0]} of {place.processes} did not connect to process 0 within {START_SECONDS} s"
                 )
+            if not has_said and time.monotonic() > deadline - START_SECONDS + QUIET_SECONDS:
+                has_said = _say_waiting(f"process {missing[0]} of {place.processes} to connect to process 0")
             with contextlib.suppress(OSError):  # no connection yet, or too many
                 link, _ = server.accept()
                 threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
@@ -193,7 +270,7 @@ def _bound(place, port):
 def _introduce(link, token, introduced):
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
-        if hmac.compare_digest(said.encode(), token.encode()):
+        if hmac.compare_digest(said.encode(), _digest(token).encode()):
             introduced.put((link, process, processes))
             return
     except (OSError, ValueError):
@@ -205,7 +282,7 @@ def _call(place):
     if not (token := os.environ.get(TOKEN)):
         raise UserError(f"the environment variable {TOKEN} is not set; wants the token that process 0 printed")
     link = _connected(place.host, place.port + 1)
-    link.sendall(f"{place.process} {place.processes} {token}\n".encode())
+    link.sendall(f"{place.process} {place.processes} {_digest(token)}\n".encode())
     try:
         settings = _line(link, SETTINGS_BYTES, START_SECONDS)
     except OSError as error:
@@ -216,15 +293,23 @@ def _call(place):
     return {0: _lasting(link)}, settings
 
 
+def _digest(token):
+    return hashlib.sha256(os.fsencode(token)).hexdigest()  # one line, whatever the token is
+
+
 def _connected(host, port):
-    deadline = time.monotonic() + START_SECONDS
+    started, has_said = time.monotonic(), False
     while True:
         try:
             return socket.create_connection((host, port), timeout=START_SECONDS)
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process 0 does not answer at {host}:{port} ({error})") from None
-            time.sleep(0.1)
+            waited = time.monotonic() - started
+            if waited > START_SECONDS:
+                raise TimeoutError(
+                    f"process 0 does not answer at {host}:{port} ({error}) within {START_SECONDS} s"
+                ) from None
+            has_said = has_said or (waited > QUIET_SECONDS and _say_waiting(f"process 0 at {host}:{port} ({error})"))
+            time.sleep(POLL_SECONDS)
 
 
 def _relay(place):

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def saved_config(path: Path) -> TrainingConfig:
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
         wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the program that registered the experiment"
-        raise UserError(f"run_dir is {path}, which holds a run of an unknown experiment, {experiment}; wants {wanted}")
+        raise UserError(
+            f"run_dir is {path}, which holds a run of an unknown experiment, {reprlib.repr(experiment)}; wants {wanted}"
+        )
     config = configs.from_dict(configs.EXPERIMENTS[experiment], saved)
     return dataclasses.replace(config, run_dir=path)
 
@@ -152,6 +155,7 @@ class RunDirectory:
             self._open.enter_context(_locked(self._path))
             _check_is_free(self._path)  # again under the lock: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
+            self._remove_leftovers()
             first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS, data)
             checkpoints.write(first, checkpoints.to_arrays(initial))
             self._checkpoint = first
@@ -182,17 +186,18 @@ class RunDirectory:
             if epoch <= metrics.epoch - KEPT_CHECKPOINTS:
                 remove(checkpoints.path_of(self._path / CHECKPOINTS, epoch))
 
-    def write(self, name: str, data: bytes) -> None:
-        write_atomically(self._path / name, data)
-
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of the files `names`, which marks the run as finished."""
-        self.write(CHECKSUMS, self._checksums(names).encode())
+        """Write the checksums of the files `names`, which marks the run as finished, if all of them exist."""
+        if all((self._path / name).is_file() for name in names):
+            write_atomically(self._path / CHECKSUMS, self._checksums(names).encode())
 
-    def _write_anew(self, loud: bool = False) -> None:
+    def _remove_leftovers(self) -> None:
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
+
+    def _write_anew(self, loud: bool = False) -> None:
+        self._remove_leftovers()
         wanted = {CONFIG: configs.as_json(self._checkpoint.config).encode(), METRICS: _lines(self.metrics)}
         for name, data in wanted.items():
             file = self._path / name
@@ -248,7 +253,10 @@ def _check_is_free(path: Path) -> None:
 def _check_is_run(path: Path) -> None:
     names = {file.name for file in _files(path)}
     if not (checkpoints.epochs(path / CHECKPOINTS) or {CONFIG, METRICS} <= names):
-        raise UserError(f"run_dir is {path}, which holds no run to resume; wants the directory of a run")
+        wanted = "the directory of a run"
+        if LOCK in names:  # a process ended in checkpoint 0
+            wanted += ", or the command without --resume, which begins this one again"
+        raise UserError(f"run_dir is {path}, which holds no run to resume; wants {wanted}")
 
 
 def _files(path: Path) -> list[Path]:

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,7 +132,33 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
     command = [sys.executable, "-m", "experiments.train", "lenet"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "stopped\n")
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+def test_ctrl_c_during_start_up_cannot_be_swallowed(tmp_path):
+    code = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import json
+def swallow(*_, **__):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        pass
+json.dumps = swallow
+"""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
+    command = [sys.executable, "-m", "experiments.train", "lenet", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+def test_help_ends_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "4")
+    with pytest.raises(SystemExit):
+        train.main(["lenet", "--help"])
+    assert "--epochs" in capsys.readouterr().out
 
 
 def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):
@@ -287,6 +312,14 @@ def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, tmp_path, press_ctrl
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_the_command_to_resume_finds_a_folder_with_any_name():
+    for name in ("two  spaces", "a\ttab", "a\nline", "\udcff", "it's \\", "$HOME"):
+        quoted = train._quoted(name)
+        assert quoted.isprintable()
+        found = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True).stdout
+        assert os.fsdecode(found) == name
+
+
 def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path, press_ctrl_c, capsys, monkeypatch):
     monkeypatch.setattr(toy_config, "load", lambda config: press_ctrl_c())
     assert run("toy") == 130
@@ -373,7 +406,7 @@ def test_an_experiment_outside_the_repository_has_the_commands_and_the_report(tm
     monkeypatch.setattr(train, "REPORTS", {**train.REPORTS})
     configs.EXPERIMENTS.pop("spirals", None)
     assert train.main(["--resume", "--run-dir", "run"]) == 2
-    assert "an unknown experiment, spirals; wants" in capsys.readouterr().err
+    assert "an unknown experiment, 'spirals'; wants" in capsys.readouterr().err
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("spirals")
     assert train.main(["--resume", "--run-dir", "run", "--epochs", "12"], "python -m spirals") == 0
@@ -389,6 +422,29 @@ def test_ctrl_c_names_the_program_of_an_experiment_of_ones_own(run, press_ctrl_c
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
     assert run("toy", program="python -m spirals") == 130
     assert "; resume with: python -m spirals --resume --run-dir " in capsys.readouterr().err
+
+
+def test_a_report_that_fails_loses_nothing_else(tmp_path, monkeypatch, capsys):
+    compiler = tmp_path / "bin" / "cc"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(pictures, "gates", lambda *_: 1 // 0)
+    run_dir, result = tmp_path / "run", tmp_path / "result.json"
+    settings = ["--layers", "1", "--gates", "400", "--levels", "1", "--epochs", "1"]
+    assert train.main(["logic", *settings, "--run-dir", str(run_dir), "--json", str(result)]) == 0
+    output = capsys.readouterr()
+    warnings = [line.partition(" failed, and is left out (")[0] for line in output.err.splitlines()]
+    assert warnings == [f"warning: {run_dir / 'gates.png'}", "warning: the speed of the compiled C code"]
+    assert "samples/s in NumPy\ntest accuracy" in output.out
+    assert result.is_file() and (run_dir / "circuit.c").is_file() and not (run_dir / "files.sha256").exists()
+
+
+def test_a_clock_that_stands_still_ends_no_run(run, monkeypatch):
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: 1.0)
+    assert run("toy", "--epochs", "1") == 0
 
 
 def test_a_result_needs_a_folder(capsys):

@@ -1,9 +1,6 @@
 """The report on a trained automaton."""
 
 import json
-import shutil
-import tempfile
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +9,9 @@ from experiments.configs.automaton_base import AutomatonConfig, PatternConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data import patterns
 from experiments.data.datasets import Dataset
-from experiments.output.files import write_atomically
+from experiments.output.files import write_atomically, written
 from experiments.output.pages import write_page
-from experiments.training.compiled import compiled_automaton, ticks_per_second
+from experiments.training.compiled import compiled_automaton, measured, ticks_per_second
 from experiments.training.pictures import with_square_destroyed, write_pictures
 from experiments.training.reports.logic import hints
 from jaxbp import CellularCircuit
@@ -37,16 +34,14 @@ def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> 
     figures |= {"gates": full.gates, "gates_seen": circuit.gates}
     lines.append(f"a cell has {full.gates:,} gates, simplified, and {circuit.gates:,} for only the visible channels")
     lines += hints(circuit.gates)
-    if compiler := shutil.which("cc"):
-        with tempfile.TemporaryDirectory() as folder:
-            run = compiled_automaton(circuit, compiler, Path(folder))
-            figures["ticks_per_second"] = ticks_per_second(run, starts(config, UNSEEN, 1, TIMED_GRID)[0])
+    timed = starts(config, UNSEEN, 1, TIMED_GRID)[0]
+    speed = measured(lambda *compiler: ticks_per_second(compiled_automaton(circuit, *compiler), timed))
+    if speed is not None:
+        figures["ticks_per_second"] = speed
         height, width = TIMED_GRID
-        lines.append(
-            f"as compiled C, on one core: {figures['ticks_per_second']:,.0f} ticks/s of {height} x {width} cells"
-        )
-    write_files(config, circuit)
+        lines.append(f"as compiled C, on one core: {speed:,.0f} ticks/s of {height} x {width} cells")
     write_atomically(config.run_dir / "automaton.json", (json.dumps(figures, indent=1) + "\n").encode())
+    write_files(config, circuit)
     return "\n".join([*lines, f"{config.run_dir / 'automaton.html'} shows it; pictures and code are next to it"])
 
 
@@ -110,9 +105,9 @@ def write_files(config: AutomatonConfig, circuit: CellularCircuit) -> None:
     start, large_start = (starts(config, UNSEEN, 1, size)[0] for size in (grid, larger))
     ticks = LARGER * config.steps if isinstance(config, PatternConfig) else LIFE_TICKS // 4
     options = dict(visible=config.visible, fire_rate=config.fire_rate)
+    written(config.run_dir / "automaton.c", lambda: circuit.to_c().encode())
+    written(config.run_dir / "automaton.v", lambda: circuit.to_verilog(*grid).encode())
     target = config.pattern() if isinstance(config, PatternConfig) else None
     shown = options | dict(trained_ticks=config.steps, target=target)
     write_pictures(config.run_dir, circuit, start, large_start, ticks, seed=config.seed, **shown)
     write_page(config.run_dir / "automaton.html", circuit, start, target, config.name, **options)
-    write_atomically(config.run_dir / "automaton.c", circuit.to_c().encode())
-    write_atomically(config.run_dir / "automaton.v", circuit.to_verilog(*grid).encode())

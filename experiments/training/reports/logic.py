@@ -1,11 +1,8 @@
 """The report on a trained logic network."""
 
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +11,15 @@ from flax import nnx
 
 from experiments.configs.logic import GateConfig, LogicConfig
 from experiments.data.datasets import Dataset, Features
-from experiments.output.files import write_atomically
+from experiments.output.files import written
 from experiments.training import pictures
-from experiments.training.compiled import AnyCircuit, compiled
+from experiments.training.compiled import AnyCircuit, compiled, measured
+from experiments.training.loop import LEAST_SECONDS
 from jaxbp import Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
 
 FILES = ("gates.png", "circuit.c", "circuit.v")
-TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
+TIMED_SAMPLES, TIMED_SECONDS, MOST_CALLS = 8192, 0.3, 10_000
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
@@ -59,11 +57,10 @@ def write_report(
     accuracies, then `lines`, then speeds.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
-    write_atomically(config.run_dir / "gates.png", pictures.gates(circuit, f"{config.name} on {dataset.name}"))
-    code = comment + evaluated.to_c("circuit", model.classes) + after
-    write_atomically(config.run_dir / "circuit.c", code.encode())
+    written(config.run_dir / "gates.png", lambda: pictures.gates(circuit, f"{config.name} on {dataset.name}"))
+    written(config.run_dir / "circuit.c", lambda: (comment + evaluated.to_c("circuit", model.classes) + after).encode())
     if verilog:
-        write_atomically(config.run_dir / "circuit.v", (comment + evaluated.to_verilog("circuit")).encode())
+        written(config.run_dir / "circuit.v", lambda: (comment + evaluated.to_verilog("circuit")).encode())
     accuracy = accuracies(model, circuit, bits, dataset.test_labels, config.batch_size)
     return "\n".join([accuracy, *lines, speeds(evaluated, bits)])
 
@@ -76,11 +73,8 @@ def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels:
 
 def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
     line = f"hardened, on one CPU core: {samples_per_second(circuit.evaluate, bits):,.0f} samples/s in NumPy"
-    if compiler := shutil.which("cc"):
-        with tempfile.TemporaryDirectory() as folder:
-            function = compiled(circuit, compiler, Path(folder))
-            line += f", {samples_per_second(function, bits):,.0f} as compiled C"
-    return line
+    in_c = measured(lambda *compiler: samples_per_second(compiled(circuit, *compiler), bits))
+    return line if in_c is None else f"{line}, {in_c:,.0f} as compiled C"
 
 
 def comment(config: LogicConfig, dataset: Dataset) -> str:
@@ -135,8 +129,8 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
     words = pack_bits(np.resize(bits.reshape(len(bits), -1), (TIMED_SAMPLES, bits[0].size)))
     evaluate(words)
     times = []
-    while sum(times) < TIMED_SECONDS:
+    while sum(times) < TIMED_SECONDS and len(times) < MOST_CALLS:
         start = time.perf_counter()
         evaluate(words)
-        times.append(time.perf_counter() - start)
+        times.append(max(time.perf_counter() - start, LEAST_SECONDS))
     return TIMED_SAMPLES / float(np.median(times))

@@ -34,8 +34,8 @@ def test_settings_left_open_come_from_the_recipe(toy_config):
 
 
 CASES = [
-    (int, [0, -1, 10**400], [True, 1.0, "1", None]),
-    (float, [0.5, 1, float("nan")], [False, "0.5", None]),
+    (int, [0, -1, 2**63 - 1], [True, 1.0, "1", None, 10**400]),
+    (float, [0.5, 1], [False, "0.5", None, 10**400, float("inf"), float("nan")]),
     (bool, [True], [1, None]),
     (str | None, ["", None], [0, b""]),
     (Annotated[int, "unit"], [1], [1.0]),

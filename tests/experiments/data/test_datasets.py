@@ -1,8 +1,10 @@
+import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
 import threading
+import time
 import tracemalloc
 
 import numpy as np
@@ -134,6 +136,7 @@ GZIP_DAMAGE = {
     "cut short": lambda data: data[:-20],
     "flipped bytes": lambda data: data[:60] + bytes(byte ^ 0xFF for byte in data[60:80]) + data[80:],
     "not gzip": lambda data: b"<html>no such file</html>",
+    "followed by zeros": lambda data: data + bytes(10**6),
 }
 
 
@@ -173,6 +176,50 @@ def test_a_large_plain_file_is_refused_by_its_header(tmp_path, contents):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**21
+
+
+@pytest.mark.parametrize("zip", [bytes, gzip.compress])
+def test_a_header_that_claims_gigabytes_takes_no_memory(zip, tmp_path):
+    path = tmp_path / ("images.gz" if zip is gzip.compress else "images")
+    path.write_bytes(zip(np.array([0x0803, 1_000_000, 28, 28], ">u4").tobytes()))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="has 0 bytes after the header; wants 784000000"):
+        datasets.read_idx(path, (28, 28))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**21
+
+
+def test_a_slow_mirror_is_given_up(tmp_path, monkeypatch):
+    class Drip(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.01)
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setattr(datasets, "SLOW_SECONDS", 0.2)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        with pytest.raises(FileNotFoundError, match=r"sent only \d+ bytes in 0 s"):
+            load("mnist", tmp_path / "cache", mirrors=[f"http://127.0.0.1:{server.server_port}/"])
+        server.shutdown()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_home_folder_the_error_says_what_is_wanted(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(datasets.Path, "home", home)
+    with pytest.raises(ValueError, match=r"home directory.; wants the folder of the data, data_dir, or"):
+        load("mnist")
 
 
 def test_every_mirror_is_asked_over_https():

@@ -1,9 +1,21 @@
+import dataclasses
 import io
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from experiments.output.errors import BrokenRun, Stopped, UserError, exit_code, kept_in, warn
+from experiments.output.errors import (
+    BrokenRun,
+    Stopped,
+    UserError,
+    exit_code,
+    kept_in,
+    refuse_unwritable,
+    warn,
+    with_home,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +67,35 @@ def test_a_stop_names_the_file_if_there_is_one(tmp_path):
             raise KeyboardInterrupt
 
 
-def test_a_warning_is_one_line(capsys):
-    warn("two\nlines")
-    assert capsys.readouterr().err == "warning: two lines\n"
+def test_a_warning_is_one_line_of_printable_characters_and_not_too_long(capsys):
+    for message, said in (
+        ("two\nlines", "two lines"),
+        ("a  folder", "a  folder"),
+        ("\x1b[31ma\tb", "\\x1b[31ma\\tb"),
+    ):
+        warn(message)
+        assert capsys.readouterr().err == f"warning: {said}\n"
+    warn("x" * 10**5)
+    assert len(capsys.readouterr().err) < 2100
+
+
+def test_an_unwritable_file_is_refused(tmp_path, monkeypatch):
+    refuse_unwritable(tmp_path / "new", None, Path(os.devnull))
+    with pytest.raises(UserError, match="is a folder; wants the name of a file"):
+        refuse_unwritable(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(UserError, match=r"new cannot be written, because .* is read-only"):
+        refuse_unwritable(tmp_path / "new")
+
+
+def test_a_tilde_is_the_home_folder_in_nested_settings_too(monkeypatch):
+    @dataclasses.dataclass
+    class Settings:
+        path: Path
+        inner: object = None
+
+    monkeypatch.setenv("HOME", "/home")
+    given = Settings(Path("~/a"), Settings(Path("b/~")))
+    assert with_home(given) == Settings(Path("/home/a"), Settings(Path("b/~")))
+    with pytest.raises(UserError, match="; wants a path without ~"):
+        with_home(Settings(Path("~no_such_user/a")))

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from experiments.output.files import is_leftover, write_atomically
+from experiments.output.files import is_leftover, write, write_atomically, written
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -12,6 +12,25 @@ def test_a_file_is_replaced_whole(tmp_path):
         write_atomically(path, data)
         assert path.read_bytes() == data
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_and_a_link_stay_what_they_are(tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(pipe, b"text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    target.touch()
+    link.symlink_to(target)
+    write(link, b"text")
+    assert link.is_symlink() and target.read_bytes() == b"text"
+
+
+def test_content_that_cannot_be_made_becomes_a_warning(tmp_path, capsys):
+    written(tmp_path / "file", lambda: 1 // 0)
+    assert "file failed, and is left out (ZeroDivisionError in test_files.py, line " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

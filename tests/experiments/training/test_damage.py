@@ -224,8 +224,8 @@ SETTINGS = {
     "a number as text": ({"seed": "3"}, "seed is '3'; wants a whole number"),
     "a path of another type": ({"run_dir": 3}, "run_dir is 3; wants a value of type Path or None"),
     "a truth value of another type": ({"resume": "no"}, "resume is 'no'; wants a value of type bool"),
-    "a large number": ({"devices": 10**400}, "wants at most"),
-    "an unknown setting": ({"mood": 1}, "this version of jaxbp has no setting mood"),
+    "a large number": ({"devices": 10**400}, "wants a whole number of at least 1"),
+    "an unknown setting": ({"mood": 1}, "this version of jaxbp has no setting 'mood'"),
 }
 
 

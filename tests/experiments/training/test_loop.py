@@ -340,3 +340,12 @@ def test_weight_decay_is_a_share_of_the_parameters_times_the_learning_rate():
     params = jnp.array([2.0, -4.0])
     updates, _ = optimizer.update(jnp.zeros(2), optimizer.init(params), params)
     np.testing.assert_allclose(updates, -0.1 * 0.5 * params, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [3e38, np.nan])
+def test_an_input_that_would_overflow_is_refused(toy_config, value):
+    dataset = toy_config().load()
+    images = np.array(dataset.test_images)
+    images.flat[3] = value
+    with pytest.raises(ValueError, match=r"test_images of the dataset toy has the value (3e\+38|nan); wants numbers"):
+        training.prepare(toy_config(), dataset._replace(test_images=images))

@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import os
+import queue
 import re
 import shutil
 import signal
@@ -131,15 +132,19 @@ def waiting(port, monkeypatch):
 
         yield connect, result
         if not result.done():
-            connect(b"1 2 the token\n")
+            connect(introduction("1 2"))
+
+
+def introduction(numbers, token="the token"):
+    return f"{numbers} {processes._digest(token)}\n".encode()
 
 
 STRANGERS = {
     "silent": b"",
-    "slow": b"1 2 the tok",
+    "slow": introduction("1 2")[:-9],
     "long": b"x" * 10_000,
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
-    "another token": b"1 2 the tokem\n",
+    "another token": introduction("1 2", "the tokem"),
     "not UTF-8": b"\xff\xff\n",
 }
 
@@ -151,7 +156,7 @@ def test_process_0_closes_the_connections_of_strangers_and_goes_on_waiting(waiti
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     assert not result.done()
-    connect(b"1 2 the token\n").close()
+    connect(introduction("1 2")).close()
     assert result.result(timeout=30).keys() == {1}
 
 
@@ -165,7 +170,7 @@ def test_a_line_that_comes_byte_by_byte_must_end_in_time():
 @pytest.mark.parametrize("numbers", ["2 3", "1 3", "0 2", "x y"])
 def test_a_process_of_another_run_ends_the_start(waiting, numbers):
     connect, result = waiting
-    connect(f"{numbers} the token\n".encode())
+    connect(introduction(numbers))
     with pytest.raises(UserError, match=r"connected to 127.0.0.1:\d+; wants --process 1 and --processes 2"):
         result.result(timeout=30)
 
@@ -184,6 +189,52 @@ def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch
     monkeypatch.delenv(TOKEN)
     with pytest.raises(UserError, match="JAXBP_TOKEN is not set; wants the token that process 0"):
         processes._call(Place("127.0.0.1", port, 1, 2))
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "x" * 10_000, "\udcff not UTF-8"])
+def test_any_token_may_be_used(token, port, monkeypatch):
+    monkeypatch.setenv(TOKEN, token)
+    with ThreadPoolExecutor() as pool:
+        listening = pool.submit(processes._listen, Place("127.0.0.1", port, 0, 2))
+        calling = pool.submit(processes._call, Place("127.0.0.1", port, 1, 2))
+        listening.result(timeout=30)[1].sendall(b"settings\n")
+        assert calling.result(timeout=30)[1] == "settings"
+
+
+@pytest.mark.parametrize(
+    "settings", ["GET / HTTP/1.1", "[]", '{"experiment": "unknown"}', '{"experiment": "lenet", "x": 1}']
+)
+def test_settings_of_another_program_are_refused(settings):
+    with pytest.raises(UserError, match=r"settings that this process cannot read .*; wants the same version"):
+        train._follow(settings)
+
+
+def test_processes_meet_or_name_the_missing_one(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "QUIET_SECONDS", 0)
+    near, far = socket.socketpair()
+    arrived, answered = queue.SimpleQueue(), queue.SimpleQueue()
+    with near, far, ThreadPoolExecutor() as pool:
+        first = pool.submit(processes._meet_over, {1: near}, arrived, is_first=True)
+        other = pool.submit(processes._meet_over, {0: far}, answered, is_first=False)
+        assert near.recv(1) == processes.HERE and not first.done() and not other.done()
+        arrived.put(1)
+        assert far.recv(1) == processes.HERE
+        answered.put(0)
+        first.result(timeout=30), other.result(timeout=30)
+        assert "waiting for process 1 to come to the next epoch, for at most 300 s\n" in capsys.readouterr().err
+        monkeypatch.setattr(processes, "START_SECONDS", 0)
+        with pytest.raises(TimeoutError, match="process 1 did not come to the next epoch within 0 s"):
+            processes._meet_over({1: near, 2: near}, arrived, is_first=True)
+
+
+def test_ctrl_c_in_another_process_stops_the_run_as_in_process_0(start, tmp_path):
+    both = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
+    while not (both[0].stdout.readline()).startswith("epoch 3/"):
+        assert both[0].poll() is None, both[0].stderr.read()
+    both[1].send_signal(signal.SIGINT)
+    assert [process.wait(timeout=30) for process in both] == [130, 1]
+    assert re.fullmatch(r"stopped after epoch \d+; resume with: .*\n", both[0].stderr.read())
+    assert both[1].stderr.read().startswith("process 0 stops the run after this epoch\n")
 
 
 def test_without_a_token_process_0_prints_one(port, monkeypatch, capsys):
@@ -214,6 +265,8 @@ MISTAKES = {
     "one option": ("--process 1", "--coordinator is missing; wants all or none of"),
     "no port": ("--coordinator host --process 0 --processes 2", "--coordinator is host; wants HOST:PORT"),
     "too large": ("--coordinator host:1 --process 2 --processes 2", "--process is 2; wants a number from 0 to 1"),
+    "not a host": ("--coordinator a..b:1 --process 1 --processes 2", "a..b:1; wants HOST:PORT, with a valid host"),
+    "too many": ("--coordinator host:1 --process 0 --processes 99999999999", "99999999999; wants at most 1024"),
 }
 
 

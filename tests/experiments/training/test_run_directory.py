@@ -46,7 +46,11 @@ def whole_run(toy_config, prepared_once, tmp_path_factory):
     return config.run_dir
 
 
-WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_atomically")}
+WRITES = {
+    "checkpoint": (checkpoints, "write"),
+    "file": (run_directory, "write_atomically"),
+    "picture": (train, "written"),
+}
 
 
 def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
@@ -91,8 +95,9 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# Order of files: the settings, the metrics after each epoch, the curves, the checksums.
-INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
+# Order of files: the settings, the metrics after each epoch, the curves (a picture), the checksums.
+INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5)] + [("checkpoint", number) for number in (1, 3)]
+INTERRUPTIONS += [("picture", 0)]
 
 
 @pytest.mark.parametrize(("write", "number"), INTERRUPTIONS)
@@ -345,3 +350,40 @@ def test_data_that_do_not_fit_leave_no_run_directory(toy_config, tmp_path):
     with pytest.raises(ValueError, match="batch_size"):
         train.train(toy_config(run_dir=tmp_path / "run", batch_size=101))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_process_with_the_number_of_a_killed_one_begins_its_run(toy_config, tmp_path):
+    leftover = tmp_path / "run" / "checkpoints" / f".0.{os.getpid()}.jaxbp-tmp"
+    (leftover / "state").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    with pytest.raises(UserError, match="or the command without --resume, which begins this one again"):
+        train.train(toy_config(run_dir=tmp_path / "run", resume=True))
+    train.train(toy_config(run_dir=tmp_path / "run", epochs=1))
+    assert not leftover.exists()
+
+
+HOSTILE = {
+    "more than 64 bits": ("learning_rate", 10**400, "learning_rate is 1000.*000; wants a finite number above 0"),
+    "a control sequence": ("experiment", "\x1b[31mred", r"an unknown experiment, '\\x1b\[31mred'; wants"),
+    "a long text": ("precision", "x" * 10**5, r"precision is 'x{12}\.\.\.x{13}'; wants one of"),
+    "a long name": ("y" * 10**5, 1, r"no setting 'y{12}\.\.\.y{13}'; wants the version"),
+}
+
+
+@pytest.mark.parametrize(("field", "value", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_settings_of_a_checkpoint_are_refused_in_few_characters(
+    toy_config, whole_run, tmp_path, monkeypatch, field, value, message
+):
+    monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
+    checkpoint = run_directory.newest(copied(whole_run, tmp_path / "run"))
+    checkpoints.write_run(dataclasses.replace(checkpoint, config=checkpoint.config | {field: value}), checkpoint.path)
+    with pytest.raises(UserError, match=message):
+        run_directory.saved_config(tmp_path / "run")
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan")])
+def test_hostile_metrics_make_a_checkpoint_corrupt(whole_run, tmp_path, value):
+    checkpoint = run_directory.newest(copied(whole_run, tmp_path / "run"))
+    lines = [line | {"seconds": value} for line in checkpoint.metrics]
+    checkpoints.write_run(dataclasses.replace(checkpoint, metrics=lines), checkpoint.path)
+    assert run_directory.newest(tmp_path / "run").epoch == checkpoint.epoch - 1
