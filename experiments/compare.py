@@ -24,7 +24,8 @@ from experiments.output.errors import UserError, kept_in, refuse_unwritable, run
 from experiments.output.files import write
 from experiments.output.pages import curves_table, page
 from experiments.output.results import finite, provenance
-from experiments.training import loop as training
+from experiments.training.loop import prepare
+from jaxbp.training import loop
 from jaxbp.verify import Comparison, compare
 
 REFERENCE = "autodiff"
@@ -91,7 +92,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
         most = f"{len(dataset.train_images)}, the size of the training set"
         raise UserError(f"batch_size is {experiment.batch_size}; wants at most {most}")
     key = jax.random.key(experiment.seed)
-    built = {name: training.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
+    built = {name: loop.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
     params, losses = built[REFERENCE][0], {name: loss for name, (_, loss) in built.items()}
     console = Console() if sys.stdout.isatty() else Console(width=140)
 
@@ -135,7 +136,7 @@ def _default_implementations() -> tuple[str, ...]:
 
 
 def _compare_on_a_batch(
-    config: CompareConfig, params: PyTree, losses: Mapping[str, training.PureLoss], dataset: Dataset
+    config: CompareConfig, params: PyTree, losses: Mapping[str, loop.PureLoss], dataset: Dataset
 ) -> Comparison:
 
     def loss(params, inputs, targets, *, implementation):
@@ -158,7 +159,7 @@ def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
         test_labels=dataset.test_labels[:1],
     )
     epochs = -(-steps // in_an_epoch)
-    prepared = training.prepare(dataclasses.replace(config, epochs=epochs), subset)
+    prepared = prepare(dataclasses.replace(config, epochs=epochs), subset)
     state, curve = prepared.state, []
     for epoch in range(epochs):
         state, losses, *_ = prepared.train_epoch(state, epoch + 1)

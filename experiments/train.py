@@ -40,9 +40,11 @@ from experiments.output.files import written
 from experiments.output.results import keep, provenance
 from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
-from experiments.training.loop import Metrics, Training, TrainState
+from experiments.training.loop import PreparedTraining
 from experiments.training.reports import automaton, logic, logic_conv
 from experiments.training.run_directory import RunDirectory
+from jaxbp.training import loop
+from jaxbp.training.loop import Metrics, TrainState
 
 PROGRAM = "python -m experiments.train"
 
@@ -147,7 +149,7 @@ def _follow(settings: str) -> int:
     if is_done:
         np.asarray(prepared.evaluate(state.params)[0])
         return 0
-    for metrics, *_ in training.run(prepared, state, epochs_done):
+    for metrics, *_ in loop.run(prepared, state, epochs_done):
         if config.is_last(metrics.epoch, metrics.test_accuracy):
             break
         processes.meet()
@@ -155,7 +157,7 @@ def _follow(settings: str) -> int:
 
 
 def _shared(
-    prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
+    prepared: PreparedTraining, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
     """Return process 0's `state`, `epochs_done`, and `is_done`."""
     checksum = np.uint32(0)
@@ -243,7 +245,7 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
             state, _, _ = _shared(prepared, dataset, state, len(directory.metrics), directory.is_done)
             with _progress(config, len(directory.metrics)) as show:
                 if not directory.is_done:
-                    for epoch in training.run(prepared, state, len(directory.metrics)):
+                    for epoch in loop.run(prepared, state, len(directory.metrics)):
                         metrics, state, predictions = epoch
                         directory.save(metrics, state)
                         show(metrics)

@@ -95,9 +95,8 @@ def test_checking_and_comparing_know_of_no_op():
 
 
 def test_flax_stays_in_the_layers_and_the_experiments():
-    assert all(
-        path.startswith(("jaxbp/nn/", "jaxbp/nnx/", "jaxbp/logic/networks/")) for path in importing(["flax"], "jaxbp")
-    )
+    allowed = ("jaxbp/nn/", "jaxbp/nnx/", "jaxbp/logic/networks/", "jaxbp/training/loop.py", "jaxbp/estimators/")
+    assert all(path.startswith(allowed) for path in importing(["flax"], "jaxbp"))
 
 
 PRIVATE = [f"pallas_kernels/core/{name}.py" for name in ("launch", "simulator", "source_lines")]

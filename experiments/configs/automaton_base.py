@@ -17,12 +17,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
 from experiments.configs import automaton_first_gates as first_gates
-from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
+from experiments.configs.base import Loss, Range, Recipe, TrainingConfig
 from experiments.configs.images import ImplementationName
 from experiments.data.datasets import Dataset
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.nn import LogicAutomaton
+from jaxbp.training.loop import Augment
 from jaxbp.training.optimizers import FusedOptimizer, fused_adamw
 
 Settings = Mapping[str, Any]

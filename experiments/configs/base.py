@@ -9,18 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from experiments.data.datasets import Dataset, checksum
 from experiments.output.errors import UserError
+from jaxbp.training.loop import Augment
 from jaxbp.training.optimizers import FusedOptimizer
 from jaxbp.training.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
 """`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
-
-Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the run's steps."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 Built = TypeVar("Built")

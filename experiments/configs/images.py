@@ -13,11 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import jaxbp
-from experiments.configs.base import Augment, Loss, Range, Recipe, TrainingConfig
+from experiments.configs.base import Loss, Range, Recipe, TrainingConfig
 from experiments.data import augmentation, datasets, user_data
 from experiments.data.datasets import Dataset, DatasetName
 from experiments.output.errors import UserError
 from jaxbp.nn import LeNet, Mixer
+from jaxbp.training.loop import Augment
 
 ImplementationName = Literal["pallas", "xla", "autodiff"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.output.errors import warn_of_failure
-from experiments.training.loop import LEAST_SECONDS
 from jaxbp import CellularCircuit, Circuit, ConvolutionalCircuit, Netlist
 from jaxbp.logic.circuits.bits import WORD_BITS, pack_grid, unpack_grid
+from jaxbp.training.loop import LEAST_SECONDS
 
 FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O3", "-shared", "-fPIC")
 TIMED_SECONDS, MOST_TICKS = 1.0, 2**20

@@ -18,8 +18,8 @@ from experiments.data.datasets import Dataset
 from experiments.output.files import written
 from experiments.output.pages import COLORS, PALETTES
 from experiments.training.compiled import AnyCircuit
-from experiments.training.loop import Metrics
 from jaxbp import CellularCircuit
+from jaxbp.training.loop import Metrics
 
 GATES = ["False", "a∧b", "a∧¬b", "a", "¬a∧b", "b", "a⊕b", "a∨b"]
 GATES += ["¬(a∨b)", "¬(a⊕b)", "¬b", "a∨¬b", "¬a", "¬a∨b", "¬(a∧b)", "True"]

@@ -23,7 +23,7 @@ from experiments.output.errors import BrokenRun, UserError, warn
 from experiments.output.files import is_leftover, read, remove, write_atomically
 from experiments.training import checkpoints
 from experiments.training.checkpoints import Checkpoint
-from experiments.training.loop import Metrics
+from jaxbp.training.loop import Metrics
 
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})

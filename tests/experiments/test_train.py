@@ -17,8 +17,9 @@ from rich.console import Console
 from experiments import compare, configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
-from experiments.training import loop, pictures, run_directory
-from experiments.training.loop import Metrics
+from experiments.training import pictures, run_directory
+from jaxbp.training import loop
+from jaxbp.training.loop import Metrics
 
 ROOT = Path(__file__).parents[2]
 

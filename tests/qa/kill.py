@@ -18,7 +18,7 @@ from experiments.configs import EXPERIMENTS
 from experiments.output.errors import BrokenRun, UserError, refuse_unknown, run_command
 from experiments.output.files import is_leftover
 from experiments.training import checkpoints, run_directory
-from experiments.training.loop import TIMINGS
+from jaxbp.training.loop import TIMINGS
 
 POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)

@@ -14,9 +14,9 @@ from experiments.data.datasets import Dataset, Features
 from experiments.output.files import written
 from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled, measured
-from experiments.training.loop import LEAST_SECONDS
 from jaxbp import Netlist, pack_bits
 from jaxbp.nn import LogicNetwork
+from jaxbp.training.loop import LEAST_SECONDS
 
 FILES = ("gates.png", "circuit.c", "circuit.v")
 TIMED_SAMPLES, TIMED_SECONDS, MOST_CALLS = 8192, 0.3, 10_000

@@ -13,7 +13,7 @@ import pytest
 
 from experiments import configs, train
 from experiments.training import checkpoints, pictures, run_directory
-from experiments.training.loop import TIMINGS
+from jaxbp.training.loop import TIMINGS
 
 POSITIONS = 2
 

@@ -12,6 +12,7 @@ from experiments.configs import LogicConfig
 from experiments.data.datasets import Dataset
 from experiments.training import devices, pictures, run_directory
 from experiments.training import loop as training
+from jaxbp.training import loop
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over"),
@@ -26,7 +27,7 @@ def noise(train=48, test=21):
 
 def run(config, dataset=None):
     prepared = training.prepare(config, dataset or config.load())
-    epochs = list(training.run(prepared, prepared.state))
+    epochs = list(loop.run(prepared, prepared.state))
     return [epoch[0] for epoch in epochs], jax.tree.map(np.asarray, epochs[-1][1])
 
 

@@ -10,14 +10,15 @@ from flax import nnx
 from experiments.configs import LogicConfig
 from experiments.data import augmentation
 from experiments.training import loop as training
-from experiments.training.loop import TIMINGS, TrainState
+from jaxbp.training import loop
+from jaxbp.training.loop import TIMINGS
 from jaxbp.training.precision import LossScale
 
 
 def run(config, dataset=None, state=None, epochs_done=0):
     prepared = training.prepare(config, config.load() if dataset is None else dataset)
     start = prepared.state if state is None else jax.tree.map(jnp.array, state)
-    for metrics, state, _ in training.run(prepared, start, epochs_done):
+    for metrics, state, _ in loop.run(prepared, start, epochs_done):
         yield metrics, jax.tree.map(np.array, state)
 
 
@@ -75,64 +76,11 @@ def test_training_learns(toy_config):
     assert metrics.train_loss < 0.5
 
 
-def count_visits(epoch, examples=23, batch_size=5, seed=0):
-    state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
-    state, losses, *_ = training.train_epoch(
-        state,
-        jnp.arange(examples),
-        jnp.zeros(examples),
-        jax.random.key(seed),
-        epoch,
-        loss=lambda visits, example, target: (-visits[example], target),
-        optimizer=optax.sgd(batch_size),
-        batch_size=batch_size,
-    )
-    assert losses.shape == (examples // batch_size,)
-    return np.asarray(state.params)
-
-
-def test_an_epoch_sees_every_example_once_but_for_an_incomplete_batch():
-    visits = count_visits(epoch=1)
-    assert sorted(visits) == [0.0] * 3 + [1.0] * 20
-
-
-def test_epochs_leave_out_different_examples():
-    assert len({tuple(count_visits(epoch)) for epoch in range(1, 6)}) == 5
-
-
-def losses_of_augmented(epoch, augment, seed=0):
-    _, losses, *_ = training.train_epoch(
-        TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
-        jnp.zeros(23),
-        jnp.zeros(23),
-        jax.random.key(seed),
-        epoch,
-        loss=lambda _, noise, target: (noise, target),
-        optimizer=optax.sgd(1.0),
-        batch_size=5,
-        augment=augment,
-    )
-    return losses.tolist()
-
-
-def test_every_step_of_every_epoch_and_seed_is_augmented_differently():
-    def noise(key, inputs, step):
-        return jax.random.uniform(key, inputs.shape)
-
-    losses = [loss for seed in (0, 1) for epoch in range(1, 4) for loss in losses_of_augmented(epoch, noise, seed)]
-    assert len(set(losses)) == len(losses) == 2 * 3 * 4
-
-
-def test_an_augmentation_knows_the_number_of_the_step_in_the_run():
-    for epoch, numbers in ((1, [0, 1, 2, 3]), (3, [8, 9, 10, 11])):
-        assert losses_of_augmented(epoch, lambda key, inputs, step: jnp.full(inputs.shape, step, float)) == numbers
-
-
 def test_an_augmentation_is_for_training_and_not_for_the_evaluation(toy_config, monkeypatch):
     monkeypatch.setattr(toy_config, "augmentation", lambda config: lambda key, images, step: jnp.zeros_like(images))
     config, dataset = toy_config(epochs=1), toy_config().load()
     ((metrics, state),) = run(config, dataset)
-    initial, loss = training.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))
+    initial, loss = loop.split(*config.build(jax.random.split(jax.random.key(config.seed))[0]))
     before, after = initial["linear"], state.params["linear"]
     np.testing.assert_array_equal(after["kernel"][...], before["kernel"][...])
     assert np.all(after["bias"][...] != before["bias"][...])
@@ -145,7 +93,7 @@ def test_an_epoch_is_the_plain_loop_of_optimizer_steps(toy_config):
     (metrics, trained), *_ = run(config, dataset)
 
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
-    params, loss = training.split(*config.build(init_key))
+    params, loss = loop.split(*config.build(init_key))
     optimizer = training.make_optimizer(config.learning_rate, 6)
     opt_state = optimizer.init(params)
     order = np.asarray(jax.random.permutation(jax.random.fold_in(shuffle_key, 1), 100))
@@ -161,25 +109,11 @@ def test_an_epoch_is_the_plain_loop_of_optimizer_steps(toy_config):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 5, 37, 50])
-def test_evaluation_counts_every_example_exactly_once(batch_size):
-    inputs, targets = jnp.arange(37.0), jnp.arange(37) % 3
-    loss, correct, predictions = training.evaluate(
-        None,
-        inputs,
-        targets,
-        loss=lambda _, x, y: (x, jnp.zeros_like(y)),
-        batch_size=batch_size,
-    )
-    assert (float(loss), int(correct)) == (18.0, 13)
-    np.testing.assert_array_equal(predictions, np.zeros(37))
-
-
 def test_nothing_is_compiled_after_the_preparation(toy_config, caplog):
     config = toy_config()
     prepared = training.prepare(config, config.load())
     with jax.log_compiles():
-        for _ in training.run(prepared, prepared.state):
+        for _ in loop.run(prepared, prepared.state):
             pass
         assert not [message for message in caplog.messages if "ompil" in message]
         jax.jit(lambda x: x + 1)(1.0)
@@ -255,37 +189,11 @@ def test_gates_that_diverge_stop_the_run_although_their_loss_is_bounded():
 def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
     model, loss = toy_config().build(jax.random.key(0))
     mask = np.array(model.mask[...])
-    params, pure_loss = training.split(model, loss)
+    params, pure_loss = loop.split(model, loss)
     assert len(jax.tree.leaves(params)) == 2
     images, labels = jnp.ones((1, 1, 28, 28)), jnp.zeros(1, jnp.int32)
     grads = jax.grad(lambda params: pure_loss(params, images, labels)[0].sum())(params)
     np.testing.assert_array_equal(np.any(np.asarray(grads["linear"]["kernel"][...]) != 0, axis=1), mask == 1)
-
-
-def scaled_epoch(values, scale, steps=8):
-    """Minimize `4 * p` in float16. Each batch's loss is multiplied by one of the values."""
-
-    def loss(p, factor, target):
-        return (p.astype(jnp.float16) * jnp.float16(4)).astype(jnp.float32) * factor, target
-
-    state = TrainState(jnp.zeros(()), optax.adam(0.1).init(jnp.zeros(())), scale)
-    values = jnp.resize(jnp.asarray(values), steps)
-    options = dict(loss=loss, optimizer=optax.adam(0.1), batch_size=1)
-    return training.train_epoch(state, values, jnp.zeros(steps), jax.random.key(0), 1, **options)
-
-
-def test_a_step_that_overflows_changes_the_loss_scale_alone():
-    state, _, _, finite = scaled_epoch([1.0], LossScale.create(initial=2.0**17))
-    # In float16, 4 times 2^14 overflows.
-    assert finite.tolist() == [False] * 4 + [True] * 4
-    assert state.loss_scale.value == 2.0**13 and state.opt_state[0].count == 4
-    plain = scaled_epoch([1.0], None, steps=4)[0]
-    np.testing.assert_allclose(state.params, plain.params, rtol=1e-6)
-
-
-def test_without_a_loss_scale_every_step_counts():
-    state, losses, _, finite = scaled_epoch([1.0], None)
-    assert state.loss_scale is None and finite.all() and state.opt_state[0].count == 8 == len(losses)
 
 
 def test_a_run_in_mixed_float16_has_its_scale_in_the_metrics_and_resumes_with_the_same_bits(toy_config):
@@ -319,7 +227,7 @@ def overflowing(build):
 
 
 def test_gradients_that_are_never_finite_end_in_an_error(toy_config, monkeypatch):
-    monkeypatch.setattr(training, "MOST_SKIPPED", 10)
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 10)
     static = LossScale.static(2.0**127)
     monkeypatch.setattr(training.LossScale, "create", lambda: static)
     monkeypatch.setattr(toy_config, "build", overflowing(toy_config.build))

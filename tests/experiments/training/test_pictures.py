@@ -8,9 +8,9 @@ from PIL import Image, ImageColor
 
 from experiments.output.pages import COLORS, PALETTES
 from experiments.training import pictures
-from experiments.training.loop import Metrics
 from experiments.training.pictures import GIF_PIXELS, animation, picture, strip, with_square_destroyed, write_pictures
 from jaxbp import CellularCircuit
+from jaxbp.training.loop import Metrics
 
 
 @pytest.fixture

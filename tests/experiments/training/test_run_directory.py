@@ -14,9 +14,9 @@ from flax import nnx
 from experiments import configs, train
 from experiments.output.errors import BrokenRun, UserError
 from experiments.training import checkpoints, run_directory
-from experiments.training import loop as training
-from experiments.training.loop import TIMINGS
 from experiments.training.run_directory import RunDirectory
+from jaxbp.training import loop
+from jaxbp.training.loop import TIMINGS
 
 pytestmark = pytest.mark.usefixtures("prepared_once")
 
@@ -330,7 +330,7 @@ def test_a_run_directory_that_is_a_file_is_refused(toy_config, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_epoch(toy_config, whole_run, tmp_path, monkeypatch):
-    original = training.run
+    original = loop.run
 
     def breaking(prepared, start, epochs_done):
         for metrics, state, predictions in original(prepared, start, epochs_done):
@@ -338,9 +338,9 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_epoch(toy_config, whole_r
             if metrics.epoch == 2:
                 state.params["linear"]["kernel"][...] *= np.nan
 
-    monkeypatch.setattr(training, "run", breaking)
+    monkeypatch.setattr(loop, "run", breaking)
     config = toy_config(run_dir=tmp_path / "run")
-    with pytest.raises(FloatingPointError, match=r"loss became nan at .* in epoch 3.*newest checkpoint is of epoch 2"):
+    with pytest.raises(FloatingPointError, match=r"loss became nan at .* in epoch 3.*finite state is of epoch 2"):
         train.train(config)
     assert epochs_of(config.run_dir) == epochs_of(whole_run)[:2]
     assert last_checkpoint(config.run_dir)[0] == 2

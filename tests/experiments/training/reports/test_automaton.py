@@ -14,9 +14,9 @@ from PIL import Image
 from experiments import configs, train
 from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig, PictureConfig
 from experiments.training import compiled
-from experiments.training.loop import TIMINGS
 from experiments.training.reports import automaton
 from jaxbp import CellularCircuit, Netlist
+from jaxbp.training.loop import TIMINGS
 
 
 @pytest.fixture(scope="module")
