@@ -20,13 +20,14 @@ SHELL = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_its_code_runs(code):
+def test_its_code_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize(
     ("code", "wanted"),
-    [(PYTHON[0], ("pallas", "xla", "autodiff")), (PYTHON[2], ("pallas", "xla", "autodiff", "None"))],
+    [(PYTHON[0], ("pallas", "xla", "autodiff")), (PYTHON[3], ("pallas", "xla", "autodiff", "None"))],
     ids=["first", "pair"],
 )
 def test_its_examples_print_the_same_gradients_under_every_implementation(code, wanted, capsys):
@@ -42,13 +43,13 @@ def test_its_example_of_check_prints_the_output_below_it(capsys):
     def without_numbers(text):
         return re.sub(r"\d+\.\d+", "#", " ".join(text.split()))
 
-    exec(PYTHON[1], {"__name__": "readme"})
+    exec(PYTHON[2], {"__name__": "readme"})
     (output,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert without_numbers(capsys.readouterr().out) == without_numbers(output)
 
 
 def test_it_is_short_and_begins_with_six_lines_to_run_a_chart_and_pictures():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 980
     assert len([line for line in PYTHON[0].splitlines() if line]) == 6
     beginning = README.partition("\n## ")[0]
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", beginning)

@@ -52,6 +52,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "failures": ("failed", lambda run: f"{len(run['failures']):,}"),
     "crashes": ("crashed", lambda run: f"{len(run['crashes']):,}" if "crashes" in run else ""),
     "seconds": ("seconds", lambda run: number(run["seconds"])),
+    # Estimators of logic gates.
+    "dataset": ("data set", lambda row: f"{row['dataset'].replace('_', ' ')}, {row['rows']:,} x {row['features']}"),
+    "estimator": ("estimator", lambda row: f"`{row['estimator']}`"),
+    "mean_accuracy": ("accuracy", lambda row: f"{row['accuracy']:.4f}"),
+    "fit_seconds": ("fit, s", lambda row: f"{row['seconds']:.1f}"),
+    "first_fit_seconds": ("first fit, s", lambda row: f"{row['first_seconds']:.1f}"),
+    "gates": ("gates", lambda row: f"{row['gates']:,.0f}" if "gates" in row else ""),
+    "c_kib": ("C code, KiB", lambda row: f"{row['c_bytes'] / 2**10:,.0f}" if "c_bytes" in row else ""),
     # Public programs that call jaxbp, and their cost.
     "program": (
         "program",

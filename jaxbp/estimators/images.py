@@ -1,0 +1,72 @@
+"""The estimator for images."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxbp.estimators.quantizer import Quantizer
+from jaxbp.estimators.tables import Classifier
+from jaxbp.estimators.training import Network
+from jaxbp.logic.circuits.convolutional_circuit import image_shape
+from jaxbp.logic.networks.logic_conv import LogicConvolution
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class LogicConvClassifier(Classifier):
+    """A classifier for images that learns convolutions of logic gates.
+
+    Rows are flattened images `(channels, height, width)`. The circuit reads, for each channel, one plane of bits per
+    threshold: whether a pixel is above the threshold.
+
+    Attributes:
+      classes_, quantizer_, n_iter_: as in `LogicClassifier`.
+      circuit_: a `ConvolutionalCircuit`.
+
+    Source: as in `jaxbp.logic_conv2d`.
+    """
+
+    image_shape: Sequence[int]
+    """(height, width), or (channels, height, width)."""
+    convolutions: Sequence[LogicConvolution] = (LogicConvolution(128, 3, padding=1, pool=2),)
+    """The convolutions. A `LogicNetwork` follows them."""
+    gates: int = 400
+    layers: int = 2
+    """Number of layers of gates after the convolutions."""
+    thresholds: int = 7
+    """Largest number of thresholds per channel."""
+
+    _allows_nan = False
+
+    @property
+    def _shape(self):
+        shape = tuple(self.image_shape)
+        return image_shape(type(self).__name__, (1, *shape) if len(shape) == 2 else shape)
+
+    def check_parameters(self):
+        super().check_parameters()
+        self._shape  # noqa: B018
+
+    def checked(self, X, y, sample_weight, reset, numeric):
+        rows, y, weights = super().checked(X, y, sample_weight, reset, numeric)
+        if rows.shape[1] != math.prod(self._shape):
+            raise ValueError(
+                f"{type(self).__name__}: rows have {rows.shape[1]} features; wants {math.prod(self._shape)}, the "
+                f"number of pixels of image_shape {self.image_shape}"
+            )
+        return rows, y, weights
+
+    def quantizer_of(self, rows, weights):
+        return Quantizer.of_images(rows, weights, self.thresholds, self._shape)
+
+    def network(self, groups):
+        _, height, width = self._shape
+        shape = (len(self.quantizer_) // (height * width), height, width)
+        last = groups * self.gates
+        return Network(len(self.quantizer_), (last,) * self.layers, groups, shape, tuple(self.convolutions))
+
+    def network_bits(self, bits):
+        _, height, width = self._shape
+        return bits.reshape(len(bits), -1, height, width)
+
+    def circuit_of(self, made, params, simplify=True):
+        return made.harden(params)

@@ -1,0 +1,115 @@
+"""C source of a quantizer and a circuit."""
+
+import string
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxbp.estimators.quantizer import Quantizer
+from jaxbp.logic.circuits.netlist import BitCircuit
+from jaxbp.logic.circuits.sources import C_WORDS, check_name
+
+_C_ROWS = string.Template(r"""
+typedef struct { uint32_t feature; uint8_t kind; float value; } ${name}_condition;
+static const ${name}_condition ${name}_conditions[] = {
+$conditions
+};
+
+/* Whether a row fulfills a condition: a feature is above a value, equal to a value, or missing (NaN). */
+static uint32_t ${name}_bit(const ${name}_condition *condition, const float *row) {
+  const float x = row[condition->feature];
+  return condition->kind == 0 ? x > condition->value : condition->kind == 1 ? x == condition->value : x != x;
+}
+
+/* The bits of n rows, at most 512: bit k of x[i][w] is condition i of row 32 w + k. */
+static void ${name}_quantize(size_t n, const float *rows, uint32_t *x) {
+  enum { words = ${name}_circuit_block };
+  for (size_t i = 0; i < $bits * words; i++) x[i] = 0;
+  for (size_t j = 0; j < n; j++)
+    for (size_t i = 0; i < $bits; i++)
+      x[i * words + j / 32] |= ${name}_bit(&${name}_conditions[i], rows + j * $features) << j % 32;
+}
+$result
+/* The results of rows[n][$features]. Returns 0, or 1 if there is no memory. */
+int ${name}_rows(size_t n, const float *rows, $type *results) {
+  enum { words = ${name}_circuit_block, block = 32 * words };
+  uint32_t *const x = malloc(($bits + $outputs) * words * sizeof *x);
+  if (!x) return 1;
+  for (size_t first = 0; first < n; first += block) {
+    const size_t count = n - first < block ? n - first : block;
+    ${name}_quantize(count, rows + first * $features, x);
+    if (${name}_results(count, x, results + first)) {
+      free(x);
+      return 1;
+    }
+  }
+  free(x);
+  return 0;
+}
+
+/* The result of row[$features]; $failure if there is no memory. */
+$type $name(const float *row) {
+  $type result;
+  return ${name}_rows(1, row, &result) ? $failure : result;
+}
+""")
+
+_C_CLASS = string.Template(r"""
+static int ${name}_results(size_t n, const uint32_t *x, int *results) {
+  int classes[32 * ${name}_circuit_block];
+  if (${name}_circuit_classify_words(${name}_circuit_block, x, classes)) return 1;
+  for (size_t j = 0; j < n; j++) results[j] = classes[j];
+  return 0;
+}
+""")
+
+_C_VALUE = string.Template(r"""
+/* The prediction for each number of outputs that are on. */
+static const float ${name}_values[] = {$values};
+
+static int ${name}_results(size_t n, uint32_t *x, float *results) {
+  enum { words = ${name}_circuit_block };
+  uint32_t *const y = x + $bits * words;
+  if (${name}_circuit(words, x, y)) return 1;
+  for (size_t j = 0; j < n; j++) {
+    size_t on = 0;
+    for (size_t i = 0; i < $outputs; i++) on += y[i * words + j / 32] >> j % 32 & 1;
+    results[j] = ${name}_values[on];
+  }
+  return 0;
+}
+""")
+
+
+def c_source(
+    op: str,
+    name: str,
+    quantizer: Quantizer,
+    circuit: BitCircuit,
+    features: int,
+    classes: int | None,
+    values: Float32[np.ndarray, " counts"] | None = None,
+) -> str:
+    """Return C99 source of `name(const float *row)`, which returns a class, or else `values[number of outputs on]`."""
+    check_name(op, name, C_WORDS)
+    check_name(op, f"{name}_circuit", C_WORDS)
+    conditions = zip(quantizer.features, quantizer.kinds, map(c_float, quantizer.values.tolist()), strict=True)
+    shared = dict(name=name, bits=len(quantizer), outputs=0 if values is None else circuit.outputs)
+    if values is None:
+        result = _C_CLASS.substitute(shared)
+    else:
+        result = _C_VALUE.substitute(shared, values=", ".join(map(c_float, values.tolist())))
+    return circuit.to_c(f"{name}_circuit", classes) + _C_ROWS.substitute(
+        shared,
+        conditions=",\n".join(f"  {{{feature}, {kind}, {value}}}" for feature, kind, value in conditions),
+        features=features,
+        type="int" if values is None else "float",
+        failure="-1" if values is None else "0.0f / 0.0f",
+        result=result,
+    )
+
+
+def c_float(value: float) -> str:
+    """Return a decimal literal that C reads as the same float32."""
+    text = f"{value:.9g}"
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"

@@ -1,0 +1,51 @@
+import datetime
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+
+from jaxbp.estimators import columns
+
+TABLE = {
+    "size": [1.5, None, 3.0],
+    "count": [1, 2, 3],
+    "is_open": [True, False, True],
+    "color": ["red", None, "blue"],
+}
+WANTED = [[1.5, 1, 1, 1], [np.nan, 2, 0, np.nan], [3, 3, 1, 0]]
+FRAMES = {
+    "pandas": pd.DataFrame(TABLE),
+    "nullable": pd.DataFrame(TABLE).convert_dtypes(),
+    "categorical": pd.DataFrame(TABLE).astype({"color": "category"}),
+    "polars": pl.DataFrame(TABLE),
+    "polars categorical": pl.DataFrame(TABLE, schema_overrides={"color": pl.Categorical}),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_frames_become_numbers(kind):
+    categories = columns.fit_categories("op", FRAMES[kind])
+    assert categories == {3: ["blue", "red"]}
+    np.testing.assert_array_equal(columns.matrix("op", FRAMES[kind], categories), WANTED)
+
+
+def test_numbers_may_be_categories_in_pandas():
+    frame = pd.DataFrame({"a": pd.Categorical([30, 10, None])})
+    categories = columns.fit_categories("op", frame)
+    assert categories == {0: [10, 30]}
+    np.testing.assert_array_equal(columns.matrix("op", frame, categories), [[1], [0], [np.nan]])
+
+
+def test_an_unknown_category_is_no_category():
+    assert columns.matrix("op", pl.DataFrame({"a": ["new", "old"]}), {0: ["old"]}).tolist() == [[-1], [0]]
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame])
+def test_columns_without_a_meaning_as_numbers_are_refused(frame):
+    dates = frame({"day": [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 2)]})
+    with pytest.raises(TypeError, match=r"op: the column 'day' has dtype .*; wants numbers, booleans, or categories"):
+        columns.matrix("op", dates, columns.fit_categories("op", dates))
+    names = frame({"name": [f"name {i}" for i in range(300)]})
+    with pytest.raises(ValueError, match="op: the column 'name' has 300 categories; wants at most 255"):
+        columns.fit_categories("op", names)
