@@ -156,16 +156,21 @@ def test_a_batch_larger_than_the_training_set_is_refused(toy_config):
         training.prepare(toy_config(batch_size=101), toy_config().load())
 
 
-def test_a_training_loss_that_is_not_finite_stops_the_run(toy_config):
+@pytest.fixture
+def any_input(monkeypatch):
+    monkeypatch.setattr(training, "MOST_INPUT", np.inf)
+
+
+def test_a_training_loss_that_is_not_finite_stops_the_run(toy_config, any_input):
     dataset = toy_config().load()
-    dataset.train_images[:] = np.nan
+    dataset.train_images[:] = np.inf
     with pytest.raises(FloatingPointError, match="training loss became nan at step 1 of 6 in epoch 1"):
         next(run(toy_config(), dataset))
 
 
-def test_parameters_that_break_in_an_epochs_last_update_stop_the_run(toy_config):
+def test_parameters_that_break_in_an_epochs_last_update_stop_the_run(toy_config, any_input):
     dataset = toy_config().load()
-    dataset.test_images[:] = np.nan
+    dataset.test_images[:] = np.inf
     with pytest.raises(FloatingPointError, match="test loss became nan after epoch 1"):
         next(run(toy_config(), dataset))
 
@@ -235,10 +240,10 @@ def test_gradients_that_are_never_finite_end_in_an_error(toy_config, monkeypatch
         list(run(toy_config(precision="mixed_float16")))
 
 
-def test_data_that_are_never_finite_end_in_an_error(toy_config):
+def test_data_that_are_never_finite_end_in_an_error(toy_config, any_input):
     config = toy_config(precision="mixed_float16")
     data = config.load()
-    broken = data._replace(train_images=data.train_images * np.nan)
+    broken = data._replace(train_images=np.full_like(data.train_images, np.inf))
     with pytest.raises(FloatingPointError, match=r"the training loss became nan at step .* in epoch 1"):
         list(run(config, broken))
 
