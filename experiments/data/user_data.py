@@ -15,6 +15,7 @@ from PIL import Image
 
 from experiments.data.datasets import Dataset, Features
 from experiments.output.errors import UserError
+from jaxbp.estimators.quantizer import quantiles
 
 Parts = tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...] | None]
 """Inputs and labels, for training and perhaps for the test, and the names of a table's columns."""
@@ -62,9 +63,10 @@ def read_picture(path: Path) -> Bool[np.ndarray, "height width visible"]:
 def as_bits(dataset: Dataset, levels: int) -> Dataset:
     """Replace the features of a table by bits, which say whether a feature is above a threshold.
 
-    A feature has at most `levels` thresholds, which lie between values in the training set, at their quantiles.
+    A feature has at most `levels` thresholds: the `quantiles` of its values in the training set.
     """
-    thresholds = tuple(_thresholds(feature, levels) for feature in dataset.train_images.T)
+    weights = np.ones(len(dataset.train_images))
+    thresholds = tuple(quantiles(feature, weights, levels) for feature in dataset.train_images.T)
 
     def bits(rows: np.ndarray) -> np.ndarray:
         columns = [feature[:, None] > limits for feature, limits in zip(rows.T, thresholds, strict=True)]
@@ -75,16 +77,6 @@ def as_bits(dataset: Dataset, levels: int) -> Dataset:
         test_images=bits(dataset.test_images),
         features=Features(dataset.features.names, thresholds),
     )
-
-
-def _thresholds(values: Float32[np.ndarray, " examples"], levels: int) -> Float32[np.ndarray, " thresholds"]:
-    distinct = np.unique(values)
-    if len(distinct) <= levels + 1:
-        limits = distinct[:-1] / 2 + distinct[1:] / 2  # the sum of two large numbers would overflow
-    else:
-        limits = np.quantile(values, np.arange(1, levels + 1) / (levels + 1), method="lower")
-    # Above the largest value, a bit would always be 0.
-    return np.unique(limits[limits < distinct[-1]])
 
 
 def _cached(reader: Callable[..., Any], path: Path, *options: Any) -> Any:
