@@ -34,11 +34,13 @@ from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
 from experiments.studies import write_rows
-from experiments.training import devices, loop
+from experiments.training import devices
 from experiments.training.compiled import FLAGS, compiled_classifier
+from experiments.training.loop import prepare
 from experiments.training.reports.automaton import life, trials
 from experiments.training.reports.logic import relaxed_predictions, samples_per_second
 from jaxbp import pack_bits
+from jaxbp.training import loop
 
 PROGRAM = "experiments.studies.seeds"
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
@@ -96,7 +98,7 @@ def config_of(task: Task) -> TrainingConfig:
 def trained(task: Task) -> dict[str, Any]:
     config = config_of(task)
     config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
-    prepared, epochs = loop.prepare(config, dataset), []
+    prepared, epochs = prepare(config, dataset), []
     for metrics, state, _ in loop.run(prepared, prepared.state):
         epochs.append(metrics)
         params = state.params
