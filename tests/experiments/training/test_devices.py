@@ -77,11 +77,12 @@ def test_a_loss_that_depends_on_the_whole_batch_is_that_of_the_whole_batch(toy_c
     assert_within_rounding(*(run(toy_config(epochs=1, devices=n)) for n in (1, 4)))
 
 
-def test_a_step_that_is_not_finite_on_one_device_is_skipped_by_all(toy_config, sgd):
+def test_a_step_that_is_not_finite_on_one_device_is_skipped_by_all(toy_config, sgd, monkeypatch):
+    monkeypatch.setattr(training, "MOST_INPUT", np.inf)
     config = toy_config(precision="mixed_float16", epochs=2, batch_size=48)
     sgd(config)
     data = noise(train=96)
-    data.train_images[7] = np.nan
+    data.train_images[7] = np.inf
     one, eight = (run(dataclasses.replace(config, devices=n), data) for n in (1, 8))
     assert [metrics.skipped_steps for metrics in eight[0]] == [1, 1]
     assert eight[0][-1].loss_scale == 2.0**13
