@@ -50,7 +50,7 @@ PROGRAM = "python -m experiments.train"
 
 
 class Report(NamedTuple):
-    """What a run does after its last epoch.
+    """The report that a run writes after its last epoch.
 
     Attributes:
       files: the names of the files that `write` writes into `config.run_dir`.

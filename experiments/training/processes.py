@@ -46,7 +46,7 @@ PARTING_SECONDS = 2
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE, HERE, STOP = b".", b"h", b"s"
-"""What a process tells another: the run has ended, the process waits in `meet`, Ctrl-C was pressed."""
+"""Messages between processes: the run has ended, the process waits in `meet`, Ctrl-C was pressed."""
 
 
 @dataclasses.dataclass(frozen=True)

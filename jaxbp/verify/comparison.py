@@ -59,7 +59,7 @@ class Difference:
 
 
 CUSTOM_RULES = "custom rules"
-"""The name of a function that takes no `implementation`, with its own derivatives."""
+"""The name of a function that takes no `implementation`, with the derivatives of its custom rules."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The tiles of the scores that attention kernels visit, computed by XLA from the masks.
 
-A query attends to the keys `first <= key < end` whose segment id equals its own. Causal masks, windows, and lengths
+A query attends to the keys `first <= key < end` with the segment id of the query. Causal masks, windows, and lengths
 are such intervals. A tile is visited if the bounds of its intervals and segment ids do not exclude it, so unsorted
 segment ids cost time, but never change a result.
 """

@@ -98,7 +98,7 @@ def own(tmp_path):
 def test_a_model_has_the_classes_of_own_data(own):
     for config in (LeNetConfig(data=own((28, 28))), MixerConfig(data=own((28, 28)), channels=8)):
         assert (config.shape, config.classes, config.data_name) == ((1, 28, 28), 3, "own.npz")
-        # As many steps as for the digits, 20 epochs of 89.
+        # The same number of steps as for the digits, 20 epochs of 89.
         assert (config.batch_size, config.epochs) == (8, 89)
         logits = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0](jnp.zeros((2, 1, 28, 28))))  # noqa: B023
         assert logits.shape == (2, 3)
