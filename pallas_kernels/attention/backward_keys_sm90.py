@@ -22,8 +22,6 @@ from pallas_kernels.attention.scores_sm90 import (
     ROWS,
     Tile,
     aligned,
-    fits,
-    operand_bytes,
     padded,
     padded_statistics,
     scores,
@@ -55,19 +53,14 @@ class Config:
     def tile(self) -> tuple[int, int]:
         return self.queries, ROWS if self.divided else ROWS * _CONSUMERS
 
-    def shared_bytes(self, head: int) -> int:
-        vectors = 2 * self.stages * self.queries * 4
-        buffers = _BUFFERS * ROWS * self.queries * 4 if self.divided else 0
-        return operand_bytes(2 * self.tile[1] + 2 * self.stages * self.queries, head) + vectors + buffers
-
 
 def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
     head = q.shape[3]
-    queries, divided = 128 if head == 64 else 64, head == 256
-    configs = (Config(queries, stages, divided) for stages in (3, 2))
-    return next(config for config in configs if fits(config.shared_bytes(head), sums_across_warps=False))
+    if head == 256:
+        return Config(divided=True)
+    return Config(queries=128) if head == 64 else Config(stages=3)
 
 
 @kernel(plan=_plan, capability=(9, 0))

@@ -19,8 +19,6 @@ from pallas_kernels.attention.scores_sm90 import (
     ROWS,
     Tile,
     aligned,
-    fits,
-    operand_bytes,
     padded,
     padded_statistics,
     scores,
@@ -39,25 +37,25 @@ _CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 queries and `keys` keys, and `stages` of keys and values."""
+    """Tiles of 128 queries and `keys` keys, and `buffers` that hold tiles of values and keys in turn. With
+    `values_first`, the products of values start first, and release their buffer before the scores are complete."""
 
     keys: int = 128
-    stages: int = 2
+    buffers: int = 4
+    values_first: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
         return ROWS * _CONSUMERS, self.keys
-
-    def shared_bytes(self, head: int) -> int:
-        return operand_bytes(2 * ROWS * _CONSUMERS + 2 * self.stages * self.keys, head)
 
 
 def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
     head = q.shape[3]
-    keys = 64 if head == 256 else 128
-    return next(c for stages in (4, 3, 2, 1) if fits((c := Config(keys, stages)).shared_bytes(head)))
+    if head == 256:
+        return Config(keys=64, buffers=3, values_first=True)
+    return Config(buffers=8 if head == 64 else 4)
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -89,17 +87,16 @@ def backward_queries(
     one_tile = (ROWS, keys)
 
     def body(q, k, v, do, lse, delta, masks, visits, dq, *scratch, batch, head, row, warpgroup):
-        q_tile, do_tile, k_stages, v_stages, ds_tile, q_loaded, loaded, free = scratch
+        q_tile, do_tile, buffers, ds_tile, q_loaded, loaded, free = scratch
         row = tiles - 1 - row  # The longest rows of a causal mask start first.
         example = batch if visits.visits.shape[0] > 1 else 0
         count = visits.counts[example, row]
 
-        def copy(step, stage, barrier, tile):
-            block = pl.ds(tile * keys, keys)
-            for ref, stages in ((k, k_stages), (v, v_stages)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, block, quotient(head, group)], stages.at[stage], barrier)
+        def copy(step, stage, barrier, ref, tile):
+            block = ref.at[batch, pl.ds(tile * keys, keys), quotient(head, group)]
+            plgpu.copy_gmem_to_smem(block, buffers.at[stage], barrier)
 
-        ring = Ring(config.stages, copy, loaded, free=free)
+        ring = Ring(config.buffers, copy, loaded, free=free)
 
         def visit(step):
             """Return the index of the step's tile, and whether it is masked."""
@@ -111,7 +108,13 @@ def backward_queries(
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             for ref, own in ((q, q_tile), (do, do_tile)):
                 plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(row * rows, rows), head], own, q_loaded)
-            lax.fori_loop(0, count, lambda step, _: ring.produce(step, visit(step)[0]), None)
+
+            def produce(step, _):
+                tile, _ = visit(step)
+                ring.produce(2 * step, v, tile)
+                ring.produce(2 * step + 1, k, tile)
+
+            lax.fori_loop(0, count, produce, None)
 
         def consume(sums):
             own, queries = pl.ds(warpgroup * ROWS, ROWS), pl.ds(row * rows + warpgroup * ROWS, ROWS)
@@ -121,18 +124,32 @@ def backward_queries(
 
             def add(step, _):
                 tile, masked = visit(step)
-                ring.wait(step)
-                stage = ring.stage(step)
-                k, v = k_stages.at[stage], v_stages.at[stage]
+                v_step, k_step = 2 * step, 2 * step + 1
+                v, k = (buffers.at[ring.stage(i)] for i in (v_step, k_step))
+                position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
 
                 def multiply(s, dp):
-                    plgpu.wgmma(s, q_tile.at[own], k.transpose((1, 0)))
-                    plgpu.wgmma(dp, do_tile.at[own], v.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
+                    def start_dp():
+                        ring.wait(v_step)
+                        plgpu.wgmma(dp, do_tile.at[own], v.transpose((1, 0)))
+
+                    def start_s():
+                        ring.wait(k_step)
+                        plgpu.wgmma(s, q_tile.at[own], k.transpose((1, 0)))
+
+                    if config.values_first:
+                        start_dp()
+                        start_s()
+                        plgpu.wgmma_wait(1)
+                        ring.release(v_step)
+                    else:
+                        start_s()
+                        start_dp()
+                        plgpu.wgmma_wait(0)
+                        ring.release(v_step)
                     return s[...], dp[...]
 
                 s, dp = pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * 2)
-                position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
                 s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
                 p = jnp.exp2(s * factor - lax.broadcast_in_dim(row_lse, one_tile, [0]))
                 ds = p * (dp - lax.broadcast_in_dim(row_delta, one_tile, [0]))
@@ -141,7 +158,7 @@ def backward_queries(
                 scratch = None if ds_tile is None else ds_tile.at[warpgroup]
                 multiply_registers(sums, ds.astype(k.dtype), k, scratch)
                 plgpu.wgmma_wait(0)
-                ring.release(step)
+                ring.release(k_step)
 
             lax.fori_loop(0, count, add, None)
             return sums[...]
@@ -158,7 +175,7 @@ def backward_queries(
             plgpu.wait_smem_to_gmem(0)
 
     q, k, v, do = map(aligned, (q, k, v, do))
-    own, stages = operand((rows, head), q.dtype), operand((config.stages, keys, head), k.dtype)
+    own = operand((rows, head), q.dtype)
     dq = launch(
         body,
         q,
@@ -174,12 +191,11 @@ def backward_queries(
         scratch=[
             own,
             own,
-            stages,
-            stages,
+            operand((config.buffers, keys, head), k.dtype),
             operand((_CONSUMERS, ROWS, keys), k.dtype) if simulating() is not None else None,
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=config.buffers),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.buffers),
         ],
         name="attention_backward_queries",
         approximate=True,

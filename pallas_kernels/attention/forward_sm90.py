@@ -22,8 +22,6 @@ from pallas_kernels.attention.scores_sm90 import (
     ROWS,
     Tile,
     aligned,
-    fits,
-    operand_bytes,
     padded,
     scores,
     unsupported,
@@ -51,16 +49,14 @@ class Config:
     def tile(self) -> tuple[int, int]:
         return ROWS * self.consumers, self.keys
 
-    def shared_bytes(self, head: int) -> int:
-        return operand_bytes(ROWS * self.consumers + 2 * self.stages * self.keys, head)
-
 
 def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
     head = q.shape[3]
-    keys = 64 if head == 256 else 128
-    return next(c for stages in (4, 3, 2) if fits((c := Config(keys, stages)).shared_bytes(head)))
+    if head == 64:
+        return Config(consumers=3, alternate=False)
+    return Config(keys=64 if head == 256 else 128)
 
 
 @kernel(plan=_plan, capability=(9, 0))

@@ -12,8 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.tiles import Masks
-from pallas_kernels.core import device
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, value_a_column, value_a_row
+from pallas_kernels.core.layouts import load, value_a_column, value_a_row
 from pallas_kernels.core.mosaic import plgpu
 
 LOG2_E = math.log2(math.e)
@@ -24,8 +23,6 @@ HEADS = 64, 128, 256
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers per thread, by the number of consumers. All threads of an SM share 65,536 (PTX ISA, setmaxnreg)."""
-_BARRIER_BYTES, _SUMS_BYTES = 512, 2048
-"""Shared memory for barriers, and for Mosaic's sums across warps."""
 _TILE_ROWS = 8
 """Rows of a swizzled tile. Mosaic copies only between arrays of whole tiles."""
 
@@ -139,13 +136,3 @@ def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
     if not all((*q.shape, *k.shape)):
         return "an empty array"
     return None
-
-
-def fits(shared_bytes: int, *, sums_across_warps: bool = True) -> bool:
-    reserved = _BARRIER_BYTES + (_SUMS_BYTES if sums_across_warps else 0)
-    return shared_bytes + reserved <= device.target().shared_bytes
-
-
-def operand_bytes(rows: int, head: int) -> int:
-    """Return the bytes of `rows` rows in half precision."""
-    return rows * head // (OPERAND_BYTES // 2) * OPERAND_BYTES
