@@ -66,7 +66,6 @@ def test_the_table_of_tolerances_is_the_librarys():
     ]
 
 
-@pytest.mark.any_version
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
@@ -243,7 +242,6 @@ def cells(text):
     return [line.split(" | ") for line in lines if not line.startswith("---")]
 
 
-@pytest.mark.any_version
 def test_tables_and_charts_are_those_of_the_results(tables):
     assert [name_of(path) for path in tables.stale()] == [], "run `python docs/tables.py`"
 
@@ -255,7 +253,6 @@ def computed_in(monkeypatch):
 
 
 # The page's table has the same dtypes, which are found once per process.
-@pytest.mark.any_version
 def test_no_op_adds_up_or_exponentiates_in_half_precision(computed_in):
     dtype = "bfloat16"
     found = {
