@@ -11,7 +11,6 @@ import jax
 from experiments.bench.measure import floats, time_compiled
 from experiments.bench.peers import Task, Variant
 from experiments.bench.workloads import forward_and_backward, one_after_another
-from jaxbp.verify.timing import compile_program
 
 EPS = 1e-5  # the default of jaxbp's norms
 
@@ -141,26 +140,42 @@ def cudnn() -> Peer:
     return on_torch("nvidia-cudnn-frontend", forwards, backwards)
 
 
-def tokamax() -> Peer:
-    """tokamax's norms, in JAX with Triton kernels."""
-    import tokamax
+def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compiler_options: bool) -> Peer:
+    """Return a peer with functions of JAX arrays, by op and by the name of the variant."""
 
-    forwards = {
-        "layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS),
-        "rms_norm": lambda x, scale: tokamax.layer_norm(x, scale, None, epsilon=EPS, subtract_mean=False),
-    }
-
-    def measure(task):
-        function = forward_and_backward(forwards[task.op])
+    def measure(task, forward):
+        function = forward_and_backward(functools.partial(forward, **task.options))
         sets = tuple(task.sets)
-        program, _ = compile_program(one_after_another(function, task.calls), (sets,))
+        program = jax.jit(one_after_another(function, task.calls)).lower(sets).compile(compiler_options)
         timed = time_compiled(program, sets, task.calls, task.seconds)
         return timed | {"results": floats(jax.jit(function)(*task.small))}
 
     def variants(task):
-        return [("default", None, functools.partial(measure, task))] if task.op in forwards else ()
+        named = forwards.get(task.op, {}).items()
+        return [(name, None, functools.partial(measure, task, forward)) for name, forward in named]
 
-    return Peer(metadata.version("tokamax"), variants)
+    return Peer(metadata.version(package), variants)
+
+
+def tokamax() -> Peer:
+    """tokamax's norms, with Triton kernels, and its attention, with Mosaic GPU kernels."""
+    import tokamax
+
+    rms_norm = functools.partial(tokamax.layer_norm, offset=None, epsilon=EPS, subtract_mean=False)
+    attention = functools.partial(tokamax.dot_product_attention, implementation="mosaic")
+    forwards = {"layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS), "rms_norm": rms_norm}
+    return on_jax(
+        "tokamax",
+        {op: {"default": forward} for op, forward in forwards.items()}
+        | {"dot_product_attention": {"Mosaic": attention}},
+    )
+
+
+def jax_cudnn(**compiler_options: bool) -> Peer:
+    """cuDNN's attention, as XLA calls it on a GPU."""
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    forwards = {"dot_product_attention": {"attention": attention}} if jax.default_backend() == "gpu" else {}
+    return on_jax("jax", forwards, **compiler_options)
 
 
 PEERS: Mapping[str, Callable[[], Peer]] = {
@@ -170,6 +185,8 @@ PEERS: Mapping[str, Callable[[], Peer]] = {
     "QuACK": quack,
     "cuDNN": cudnn,
     "tokamax": tokamax,
+    "JAX's cuDNN": jax_cudnn,
+    "JAX's cuDNN, deterministic": functools.partial(jax_cudnn, xla_gpu_deterministic_ops=True),
     "torchlogix": functools.partial(module, "torchlogix"),
     "published automaton": functools.partial(module, "published_automaton"),
 }

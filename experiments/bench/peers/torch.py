@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from flax import nnx
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
@@ -30,6 +31,8 @@ def variants(task: Task) -> Iterator[Variant]:
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
         modes = [COMPILED_STEP, COMPILED_GRAPH, CHANNELS_LAST]
         yield from variants_of(task, training(_lenet, sgd), modes, best=4)
+    elif task.op == "dot_product_attention":
+        yield from variants_of(task, ops(FORWARDS, BACKWARDS), [])
     elif task.op in FORWARDS | BACKWARDS:
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
 
@@ -205,6 +208,16 @@ def _softmax_cross_entropy_backward(dy, logits, labels):
     return [aten._log_softmax_backward_data(d, log_probabilities, -1, logits.dtype)]
 
 
+def _dot_product_attention(q, k, v, bias=None, *, local_window_size=None, **options):
+    if local_window_size is not None:
+        raise NotImplementedError(f"local_window_size={local_window_size}")
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel([*fastest_first, SDPBackend.MATH], set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return y.transpose(1, 2)
+
+
 def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
     return F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction or "none")
 
@@ -253,6 +266,7 @@ FORWARDS = {
     "conv1d": functools.partial(depthwise_conv1d, _causal),
     "max_pool2d": _max_pool2d,
     "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
+    "dot_product_attention": _dot_product_attention,
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
     "linear_softmax_cross_entropy": _linear_softmax_cross_entropy,
     "conv2d_relu_max_pool2d": _conv2d_relu_max_pool2d,
