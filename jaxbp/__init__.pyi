@@ -31,6 +31,8 @@ from .logic.ops.logic_conv2d import logic_or_pool2d as logic_or_pool2d
 from .logic.wires.automaton_wires import Automaton as Automaton
 from .logic.wires.tree_wires import TreeWires as TreeWires
 from .logic.wires.wires import Wires as Wires
+from .ops.attention.dot_product_attention import dot_product_attention as dot_product_attention
+from .ops.attention.dot_product_attention import dot_product_attention_backward as dot_product_attention_backward
 from .ops.conv.avg_pool2d import avg_pool2d as avg_pool2d
 from .ops.conv.avg_pool2d import avg_pool2d_backward as avg_pool2d_backward
 from .ops.conv.avg_pool2d import global_avg_pool2d as global_avg_pool2d

@@ -200,7 +200,7 @@ TESTED_ELSEWHERE = {
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
     "pallas_kernels/logic/tree",
     "pallas_kernels/norm/row_block",
-    "jaxbp/ops/_defaults",
+    *("jaxbp/ops/_defaults", "jaxbp/ops/attention/_formulas"),
     *(f"jaxbp/logic/ops/_automaton_{name}" for name in ("formula", "kernels")),
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),

@@ -1,5 +1,6 @@
 from jaxbp.common.cases import Entry
 from jaxbp.logic.ops import automaton_rollout, gate_layer, logic_conv2d
+from jaxbp.ops.attention import dot_product_attention
 from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import (
     embedding,
@@ -47,6 +48,7 @@ CATALOGUE: tuple[Entry, ...] = (
     *logic_conv2d.ENTRIES,
     *embedding.ENTRIES,
     *rotary_embedding.ENTRIES,
+    *dot_product_attention.ENTRIES,
     *gated_linear_unit.ENTRIES,
     *automaton_rollout.ENTRIES,
 )

@@ -67,8 +67,15 @@ def intervals(
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:
     """Return the visits of each tile of queries, and of each tile of keys, for tiles `(queries, keys)`."""
+    visited, full = tiles_with_pairs(masks, keys, tile)
+    return listed(visited, full), listed(visited.swapaxes(1, 2), full.swapaxes(1, 2))
+
+
+def tiles_with_pairs(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Array, Array]:
+    """Return whether each tile may have a valid pair, and whether all its pairs are valid, as booleans `(batch or 1,
+    tiles of queries, tiles of keys)`."""
     queries_per_tile, keys_per_tile = tile
-    start = jnp.arange(-(-keys // keys_per_tile), dtype=jnp.int32) * keys_per_tile
+    start = jnp.arange(-(-keys // keys_per_tile), dtype=jnp.int32)[None, None] * keys_per_tile
     is_empty = masks.first >= masks.end
     least_first = _extreme(jnp.min, jnp.where(is_empty, keys, masks.first), queries_per_tile, keys)
     last_end = _extreme(jnp.max, jnp.where(is_empty, 0, masks.end), queries_per_tile, 0)
@@ -84,21 +91,23 @@ def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visit
         full &= (query_least == key_greatest) & (key_least == query_greatest)
     if masks.mask is not None:
         full = jnp.zeros_like(full)
-    visited, full = jnp.broadcast_arrays(visited, full)
-    return _visits(visited, full), _visits(visited.swapaxes(1, 2), full.swapaxes(1, 2))
+    return tuple(jnp.broadcast_arrays(visited, full))
 
 
 def _bounds(ids, size):
-    integers = jnp.iinfo(jnp.int32)
+    integers = jnp.iinfo(ids.dtype)
     return _extreme(jnp.min, ids, size, integers.max), _extreme(jnp.max, ids, size, integers.min)
 
 
 def _extreme(reduce, values, size, padding):
-    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % size)), constant_values=padding)
-    return reduce(values.reshape(len(values), -1, size), axis=2)[:, :, None]
+    batch, length = values.shape
+    tiles = -(-length // size)
+    values = jnp.pad(values, ((0, 0), (0, tiles * size - length)), constant_values=padding)
+    return reduce(values.reshape(batch, tiles, size), axis=2)[:, :, None]
 
 
-def _visits(visited, full):
+def listed(visited: Array, full: Array) -> Visits:
+    """Return the visits of each row of tiles, given the booleans `(batch, rows, tiles)` of `tiles_with_pairs`."""
     order = jnp.argsort(~visited, axis=2, stable=True).astype(jnp.int32)
     masked = jnp.take_along_axis(~full, order, axis=2).astype(jnp.int32)
     return Visits(2 * order + masked, jnp.sum(visited, axis=2, dtype=jnp.int32))

@@ -240,6 +240,34 @@ def _automaton(random, entry):
     return Case((wires.logits(PARAMETERS[options["parametrization"]]), wires, state), options)
 
 
+def _attention(random, entry):
+    batch, queries, keys, key_heads = (random.choice([1, 1, 2, 3, n]) for n in (4, 33, 40, 4))
+    heads, features = key_heads * random.choice([1, 1, 2, 3]), random.choice([1, 2, 5, 8])
+    if random.random() < 0.5:
+        keys = queries
+    values = np.random.default_rng(random.integers(100))
+    key = Argument((batch, keys, key_heads, features))
+    value = dataclasses.replace(key, shape=(*key.shape[:3], random.choice([features, features, 3])))
+    scores = batch, heads, queries, keys
+    broadcast = lambda: tuple(random.choice([size, size, 1]) for size in scores)[random.integers(0, 4) :]  # noqa: E731
+    options = {
+        "mask": lambda: values.random(broadcast()) < random.choice([0.7, 0.2, 0.0]),
+        "is_causal": lambda: True,
+        "query_seq_lengths": lambda: values.integers(0, queries + 1, batch),
+        "key_value_seq_lengths": lambda: values.integers(0, keys + 1, batch),
+        "local_window_size": lambda: _pair(random, 0, 4),
+        "query_segment_ids": lambda: values.integers(0, 3, (batch, queries)),
+        "softcap": lambda: random.choice([0.5, 10.0]),
+        "scale": lambda: random.choice([0.3, 2.0, -1.0]),
+        "return_residual": lambda: True,
+    }
+    options = {name: value() for name, value in options.items() if random.random() < 0.3}
+    if "query_segment_ids" in options:
+        options["key_value_segment_ids"] = values.integers(0, 3, (batch, keys))
+    bias = [Argument(broadcast())] if random.random() < 0.3 else []
+    return Case((Argument((batch, queries, heads, features)), key, value, *bias), options)
+
+
 def _named_or_uneven(random, high):
     uneven = tuple(tuple(random.integers(0, high + 1, 2)) for _ in range(2))
     return uneven if random.random() < 0.5 else random.choice(["SAME", "SAME_LOWER", "VALID"])
@@ -264,6 +292,7 @@ _GEOMETRY: Mapping[str, Callable[[Draws, Entry], Case]] = {
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_indices"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
     "conv1d": _sequences,
+    "dot_product_attention": _attention,
     "softmax_cross_entropy": _cross_entropy,
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
 }

@@ -172,10 +172,11 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the op's first argument may contain NaN, infinities, and values whose squares overflow.
 
-        It may not in convolutions, which may multiply these values by zero. It may not in backward ops and in programs
-        with second derivatives, which depend on the formula at infinities.
+        It may not in convolutions and attention, which may multiply these values by zero. It may not in backward ops
+        and in programs with second derivatives, which depend on the formula at infinities.
         """
-        return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
+        multiplies_by_zero = self.entry.name.startswith(("conv1d", "conv2d", "dot_product_attention"))
+        return self.differentiated_once and not multiplies_by_zero
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
         function = bind(self.entry.function, implementation, self.case.options)
@@ -192,7 +193,7 @@ def programs(draw: Callable, entries: Sequence[Entry], on_gpu: bool) -> Program:
     implementation = random.choice(
         [*["xla"] * 3, None, None, "pallas"] if not on_gpu else ["pallas", "pallas", "xla", None]
     )
-    dtypes = [*entry.kernel_dtypes, "float64"] if implementation != "pallas" else entry.kernel_dtypes or KERNEL_DTYPES
+    dtypes = entry.kernel_dtypes or KERNEL_DTYPES if implementation == "pallas" else [*KERNEL_DTYPES, "float64"]
     dtype, transformation = random.choice(dtypes), random.choice(list(TRANSFORMATIONS))
     exact = random.random() > 0.2 or dtype != "float32"
     case = draw_case(random, entry)

@@ -108,6 +108,19 @@ def test_shapes_options_dtypes_and_transformations_vary():
     assert any(0 in argument.shape for program in drawn for argument in program.case.arguments)
 
 
+def test_attention_with_one_query_one_head_no_length_and_nothing_valid_is_drawn():
+    cases = [program.case for program in found(programs([ENTRIES["dot_product_attention"]], False), 200)]
+    shapes = [(case.arguments[0].shape, case.arguments[1].shape) for case in cases]
+    assert any(query[1] == 1 for query, _ in shapes) and any(query[2] == 1 for query, _ in shapes)
+    assert any(query[2] > key[2] for query, key in shapes) and any(query[1] % 16 for query, _ in shapes)
+    masks, lengths, ids = (
+        [case.options[name] for case in cases if name in case.options]
+        for name in ("mask", "key_value_seq_lengths", "query_segment_ids")
+    )
+    assert any(not mask.any() for mask in masks) and any(0 in length for length in lengths)
+    assert any((np.diff(of) < 0).any() for of in ids)
+
+
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2e-38), ("float64", 1.5e-154)])
 def test_the_least_number_can_be_held_against_float64(dtype, least):
     entry = ENTRIES["kl_divergence"]

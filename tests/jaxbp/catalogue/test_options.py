@@ -71,6 +71,7 @@ ROWS, MASK = np.array([[True, False, True], [False, True, True]]), np.arange(24)
 WINDOW = dict(window=(2, 3))
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 PRECISE = dict(precision="highest")
+LENGTHS, SEGMENTS = np.array([3, 2], np.int32), np.array([[0, 0, 1, 1], [2, 0, 2, 0]], np.int32)
 
 
 def small(name):
@@ -157,6 +158,18 @@ CALLS = [
     *(
         ("rotary_embedding", small("rotary_embedding"), {option: value}, {})
         for option, value in dict(base=100.0, frequencies=(1.0, 0.1), interleaved=True).items()
+    ),
+    *(
+        ("dot_product_attention", normal((2, 4, 2, 3), (2, 4, 1, 3), (2, 4, 1, 3)), tested, {})
+        for tested in (
+            dict(mask=np.tri(4, dtype=bool)),
+            dict(scale=0.3),
+            dict(query_seq_lengths=LENGTHS),
+            dict(key_value_seq_lengths=LENGTHS),
+            dict(segment_ids=SEGMENTS),
+            dict(query_segment_ids=SEGMENTS, key_value_segment_ids=SEGMENTS[::-1]),
+            dict(return_residual=True),
+        )
     ),
 ]
 

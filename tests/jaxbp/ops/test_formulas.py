@@ -46,10 +46,19 @@ FAMILIES = {}
 for _name in FORWARDS:
     FAMILIES.setdefault(ENTRIES[_name].function.__module__.rpartition(".")[2], []).append(_name)
 
-OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "dropout"]
-"""Families of ops whose arrays are rearranged for a kernel, or have several dtypes."""
+OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "dropout", "dot_product_attention"]
+"""Families of ops whose arrays are rearranged for a kernel or have several dtypes, or whose kernels take no float32."""
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
+with_float32 = pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        (family, implementation)
+        for family, names in FAMILIES.items()
+        for implementation in ("pallas", "xla")
+        if implementation == "xla" or any("float32" in ENTRIES[name].kernel_dtypes for name in names)
+    ],
+)
 every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
 every_kernel = pytest.mark.parametrize("name", [entry.name for entry in LIKE if entry.kernel_dtypes])
 
@@ -60,7 +69,7 @@ def test_what_an_entry_is_like_is_itself_tested_in_full():
 
 
 def drawn_family(family, dtype="float32", implementation=None):
-    names = [name for name in FAMILIES[family] if implementation != "pallas" or ENTRIES[name].kernel_dtypes]
+    names = [name for name in FAMILIES[family] if implementation != "pallas" or dtype in ENTRIES[name].kernel_dtypes]
     return {name: drawn(name, dtype=dtype) for name in names}
 
 
@@ -117,8 +126,7 @@ def test_autodiff_matches_finite_differences(family):
             np.testing.assert_allclose(slope, difference, rtol=1e-7, atol=1e-7, err_msg=name)
 
 
-@ours
-@every_family
+@with_float32
 def test_values_gradients_and_public_backwards_match_float64(family, implementation):
     results = compiled_family(family, implementation, public=True)(drawn_family(family, "float32", implementation))
     expected = family_reference(family)
@@ -142,8 +150,7 @@ def family_limits(family):
     }
 
 
-@ours
-@every_family
+@with_float32
 def test_values_and_gradients_at_zeros_infinities_nan_and_the_largest_number_are_limits(family, implementation):
     run, drawn = compiled_family(family, implementation, public=True), drawn_family(family, "float32", implementation)
     with_nan = set()
@@ -193,7 +200,7 @@ def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(f
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, launches.dtypes(ENTRIES[n])[i % 2]) for i, n in enumerate(FORWARDS)])
 def test_pallas_launches_the_recorded_kernels_on_cuda(name, dtype):
-    (place,) = ENTRIES[name].real
+    place, *_ = ENTRIES[name].real
     assert_launches_as_recorded(name, place, dtype)
 
 
@@ -207,7 +214,7 @@ def _apart(name):
     [(n, d) for n in FORWARDS for d in ENTRIES[n].kernel_dtypes[: 1 if _apart(n) else 2]],
 )
 def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(name, dtype):
-    (place,) = ENTRIES[name].real
+    place, *_ = ENTRIES[name].real
     run, (arrays, cotangents) = value_and_gradients(op_of(name, place, "pallas")), drawn(name, place, dtype, 129)
     reference = in_float64(value_and_gradients(op_of(name, place, "autodiff")), arrays, cotangents)
     poison_memory()
@@ -224,7 +231,7 @@ def _of_one_rank(arrays):
 @every_family
 def test_an_empty_batch_has_gradients_of_every_shape_and_promotes_nothing(family):
     for name in FAMILIES[family]:
-        (place,) = ENTRIES[name].real
+        place, *_ = ENTRIES[name].real
         for implementation in ("pallas", "xla", "autodiff", None):
             if implementation == "pallas" and not ENTRIES[name].kernel_dtypes:
                 continue
@@ -245,8 +252,9 @@ def test_public_backwards_promote_nothing(name):
 
 @every_kernel
 def test_an_empty_batch_is_mapped_and_differentiated(name):
-    (place,) = ENTRIES[name].real
-    arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), case_of(name, place).structs(batch=0))
+    place, *_ = ENTRIES[name].real
+    structs = case_of(name, place).structs(batch=0, dtype=jnp.dtype(ENTRIES[name].kernel_dtypes[0]))
+    arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), structs)
     mapped = jax.jit(jax.vmap(of_floats(op_of(name, place, "pallas"), arrays)))
     values = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in floats(arrays)]
     gradients = jax.eval_shape(lambda *values: jax.vjp(mapped, *values)[1](mapped(*values)), *values)

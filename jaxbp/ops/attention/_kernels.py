@@ -1,0 +1,126 @@
+"""Attention and its gradients by kernels for Hopper's tensor cores. Without a GPU, the formula computes them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxbp.common.numerics import cast, upcast
+from jaxbp.ops.attention._chunks import attend, gradients
+from jaxbp.ops.attention._formulas import where_key
+from jaxbp.pairing import differentiable
+from jaxbp.pairing.mesh import Axes
+from pallas_kernels.attention.backward_keys_sm90 import backward_keys
+from pallas_kernels.attention.backward_queries_sm90 import backward_queries
+from pallas_kernels.attention.forward_sm90 import forward
+from pallas_kernels.attention.scores_sm90 import HEADS
+from pallas_kernels.attention.tiles import Masks, intervals, visited_tiles
+from pallas_kernels.core.launch import on_gpu
+
+_DTYPES = jnp.bfloat16, jnp.float16
+_BIAS_DTYPES = (*_DTYPES, jnp.float32)
+
+
+def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float, **options: Any) -> str | None:
+    """Return why the kernels do not support the arguments, or None."""
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype}, only bfloat16 and float16"
+    features = max(q.shape[3], v.shape[3])
+    if features > HEADS[-1]:
+        return f"heads of {features} features, at most {HEADS[-1]}"
+    if bias is not None and bias.dtype not in _BIAS_DTYPES:
+        return f"a bias of dtype {bias.dtype}, only bfloat16, float16, and float32"
+    if masks.query_segments is not None and masks.query_segments.dtype != jnp.int32:
+        return f"segments of dtype {masks.query_segments.dtype}, only integers of at most 32 bits"
+    if any(a.size >= 2**31 for a in jax.tree.leaves((q, k, v, bias, masks))):
+        return "2^31 or more elements"
+    if q.shape[0] == 0:
+        return None
+    q, k, v = (jax.ShapeDtypeStruct((*a.shape[:3], _padded_features(q, v)), a.dtype) for a in (q, k, v))
+    return forward.unsupported(q, k, v, scale=scale)
+
+
+def _with_kernel(kernel: Callable, formula: Callable, *names: str) -> Callable:
+    """Return `formula`, which takes arrays of these names, computed by `kernel` on a GPU."""
+
+    def call(*arrays, **options):
+        of_options = [functools.partial(f, **options) for f in (kernel, formula)]
+        q = arrays[names.index("q")]
+        return of_options[1](*arrays) if q.size == 0 else on_gpu(*of_options, *arrays)
+
+    def batch_axes(*arrays):
+        # An array whose batch axis has size 1 is the same for all examples.
+        batch = arrays[names.index("q")].shape[0]
+        leaves = zip(names, map(jax.tree.leaves, arrays), strict=True)
+        return Axes({name: [0 if a.shape[0] == batch else None for a in of] for name, of in leaves if of})
+
+    return differentiable(call, formula, batch_axes)
+
+
+def _attend(q, k, v, bias, masks, **options):
+    arrays, masks = _padded(q, k, v), _masks(q, k, bias, masks)
+    config = forward.plan(*arrays, **options)
+    visits, _ = visited_tiles(masks, k.shape[1], config.tile)
+    y, logsumexp = forward(*arrays, masks, visits, config=config, **options)
+    return y[..., : v.shape[3]], logsumexp
+
+
+def _attend_by_formula(q, k, v, bias, masks, **options):
+    y, largest, total = attend(q, k, v, bias, masks, **options)
+    return cast(y, q.dtype), largest + jnp.log(total)
+
+
+def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
+    has_key = logsumexp != -jnp.inf
+    dy = where_key(has_key, dy)
+    delta = jnp.moveaxis(jnp.sum(upcast(dy) * upcast(y), axis=3), 2, 1)
+    if dlogsumexp is not None:
+        delta -= jnp.where(has_key, dlogsumexp, 0.0)
+    (*qkv, padded_dy), of_kernels = _padded(q, k, v, dy), _masks(q, k, bias, masks)
+    arrays = *qkv, padded_dy, logsumexp, delta, of_kernels
+
+    def run(kernel, side):
+        config = kernel.plan(*qkv, **options)
+        visits = visited_tiles(of_kernels, k.shape[1], config.tile)[side]
+        return kernel(*arrays, visits, config=config, **options)
+
+    dq, (dk, dv) = run(backward_queries, 0), run(backward_keys, 1)
+    dq, dk, dv = (a[..., : like.shape[3]] for a, like in zip((dq, dk, dv), (q, k, v), strict=True))
+    if bias is None:
+        return dq, dk, dv, None
+    # XLA removes this formula from a program that does not use the gradient of the bias.
+    *_, dbias = _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options)
+    return dq, dk, dv, dbias
+
+
+def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
+    return gradients(dy, dlogsumexp, q, k, v, bias, masks, logsumexp, jnp.ones_like(logsumexp), **options)
+
+
+def _padded_features(q, v):
+    return next(size for size in HEADS if size >= max(q.shape[3], v.shape[3]))
+
+
+def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
+    """Pad the features of all arrays with zeros to one of the head dimensions of the kernels."""
+    size = _padded_features(q, v)
+    return tuple(jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[3]),)) for a in (q, k, v, *others))
+
+
+def _masks(q, k, bias, masks):
+    if masks.first is None:
+        first, end = intervals(q.shape[1], k.shape[1])
+        masks = masks._replace(first=first, end=end)
+    return masks._replace(bias=bias)
+
+
+_ARGUMENTS = "q", "k", "v", "bias", "masks"
+attend_kernel = _with_kernel(_attend, _attend_by_formula, *_ARGUMENTS)
+"""`attend_kernel(q, k, v, bias, masks, *, scale, softcap) -> (y, logsumexp)`, with y in the dtype of q, and logsumexp
+`(batch, heads, queries)`."""
+gradients_kernel = _with_kernel(_gradients, _gradients_by_formula, "dy", "dlogsumexp", *_ARGUMENTS, "y", "logsumexp")
+"""`gradients_kernel(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options) -> (dq, dk, dv, dbias)`. dlogsumexp
+and bias may be None."""

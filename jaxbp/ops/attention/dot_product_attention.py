@@ -1,0 +1,357 @@
+"""Scaled dot-product attention.
+
+Sizes are T queries, S keys, N heads of queries, K heads of keys, and H features per head.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbp.common import checks
+from jaxbp.common.cases import BATCH, Case, case_of, pair_entries
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import cast, wide
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
+from jaxbp.ops.attention._chunks import attend, gradients
+from jaxbp.ops.attention._formulas import attention_by_autodiff, without_unpaired
+from jaxbp.ops.attention._kernels import attend_kernel, gradients_kernel, unsupported
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair
+from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
+from pallas_kernels.attention.tiles import Masks, intervals
+
+AnyQueries = Float[AnyArray, "*batch T N H"]
+AnyKeys = Float[AnyArray, "*batch S K H"]
+AnyValues = Float[AnyArray, "*batch S K value_features"]
+AnyResults = Float[AnyArray, "*batch T N value_features"]
+AnyLengths = Int[AnyArray, "batch"]
+AnySegments = Int[AnyArray, "*batch positions"]
+Results = Float[Array, "*batch T N value_features"]
+Gradients = tuple[Float[Array, "..."], ...]
+
+
+def _save(q, *arrays, return_residual, **options):
+    y, largest, total = attend(q, *arrays, **options)
+    y = cast(y, q.dtype)
+    return (y, largest + jnp.log(total)) if return_residual else y, (q, *arrays, largest, total)
+
+
+def _save_kernel(*arrays, return_residual, **options):
+    y, logsumexp = attend_kernel(*arrays, **options)
+    return (y, logsumexp) if return_residual else y, (*arrays, y, logsumexp)
+
+
+def _forward(save, *arrays, **options):
+    return save(*arrays, **options)[0]
+
+
+def _backward(gradients, dy, *saved, return_residual, **options):
+    dy, dlogsumexp = dy if return_residual else (dy, None)
+    return *gradients(dy, dlogsumexp, *saved, **options), None
+
+
+def _default(*arrays, **options):
+    *_, v, _, _ = arrays
+    if wide(v.dtype) != v.dtype:  # autodiff rounds the gradients of the probabilities
+        return DefaultImplementation(gpu="xla")
+    return AUTODIFF_EVERYWHERE
+
+
+# One pair per implementation, because they also differ in their forwards.
+_PAIRS = {
+    name: Pair(
+        functools.partial(_forward, save),
+        {name: functools.partial(_backward, backward)},
+        save=save,
+        name="dot_product_attention",
+    )
+    for name, save, backward in (("xla", _save, gradients), ("pallas", _save_kernel, gradients_kernel))
+}
+_public_op = functools.partial(Op, default=_default, partitioned=True, jit=True)
+
+
+def _definition_backward(dy, *arrays, **options):
+    return by_autodiff(functools.partial(attention_by_autodiff, **options), dy, *arrays)
+
+
+_DOT_PRODUCT_ATTENTION = _public_op(
+    "dot_product_attention",
+    {"autodiff": attention_by_autodiff}
+    | {name: functools.partial(pair, implementation=name) for name, pair in _PAIRS.items()},
+    unsupported=unsupported,
+)
+_DOT_PRODUCT_ATTENTION_BACKWARD = _public_op(
+    "dot_product_attention_backward",
+    {"autodiff": _definition_backward}
+    | {name: functools.partial(pair.vjp, implementation=name) for name, pair in _PAIRS.items()},
+    unsupported=lambda dy, *arrays, **options: unsupported(*arrays, **options),
+)
+
+
+@overload
+def dot_product_attention(
+    query: AnyQueries,
+    key: AnyKeys,
+    value: AnyValues,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Any,
+) -> Results: ...
+
+
+@overload
+def dot_product_attention(
+    query: AnyQueries,
+    key: AnyKeys,
+    value: AnyValues,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Any,
+) -> tuple[Results, Float[Array, "*batch T N"]]: ...
+
+
+def dot_product_attention(
+    query: AnyQueries,
+    key: AnyKeys,
+    value: AnyValues,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: AnyLengths | None = None,
+    key_value_seq_lengths: AnyLengths | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    segment_ids: AnySegments | None = None,
+    query_segment_ids: AnySegments | None = None,
+    key_value_segment_ids: AnySegments | None = None,
+    softcap: float | None = None,
+    return_residual: bool = False,
+    implementation: Implementation = None,
+) -> Any:
+    """Attention, `y_t = Σ_s p_ts v_s` with `p_t = softmax(z_t)` and `z_ts = softcap tanh(scale q_t·k_s / softcap) +
+    bias_ts`, per head.
+
+    The softmax is over the valid pairs (t, s): the pairs that no mask excludes, and whose bias is not -inf. A query
+    without a valid key has the result 0 and gradients of 0. Without `softcap`, `z_ts = scale q_t·k_s + bias_ts`.
+    Queries, keys, and values that one mask excludes from all pairs are never read.
+
+    Args:
+      query: `(batch, T, N, H)`, or `(T, N, H)` without a batch axis.
+      key: `(batch, S, K, H)`. N is a multiple of K, and query head n attends to key head `n // (N // K)`.
+      value: `(batch, S, K, value_features)`.
+      bias: broadcasts to `(batch, N, T, S)`. It is not promoted with the other arrays.
+      mask: True for valid pairs; broadcasts to `(batch, N, T, S)`.
+      scale: by default, `1 / sqrt(H)`.
+      is_causal: whether a query attends only to keys with `s <= t`, also if T and S differ.
+      query_seq_lengths, key_value_seq_lengths: integers `(batch,)`, `(1,)` without a batch axis. Queries or keys from
+        these positions on are excluded.
+      local_window_size: a pair (before, after), or one number for both. A query attends only to keys with
+        `t - before <= s <= t + after`.
+      segment_ids: integers `(batch, T)`, if T and S are equal. A query attends only to keys of its segment. Segments
+        may have any order.
+      query_segment_ids, key_value_segment_ids: instead of `segment_ids`, integers `(batch, T)` and `(batch, S)`.
+      softcap: if given, the largest absolute value of scores before the bias is added.
+      return_residual: whether to return the log-sum-exp, too.
+      implementation: "xla" computes one tile of scores at a time, and skips tiles without a valid pair. "autodiff"
+        stores all scores, and calls `jax.nn.dot_product_attention` if it has the options.
+
+    Returns:
+      y `(batch, T, N, value_features)`, in the promoted dtype of query, key, and value. With `return_residual`, also
+      `logsumexp_s z_ts` `(batch, T, N)`, in float32 or wider, which is -inf for a query without a valid key.
+
+    Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017. In tiles: T. Dao, "FlashAttention-2",
+    ICLR 2024.
+    """
+    op, lengths = "dot_product_attention", (query_seq_lengths, key_value_seq_lengths)
+    segments = segment_ids, query_segment_ids, key_value_segment_ids
+    arrays = _arrays(op, query, key, value, bias, mask, is_causal, lengths, local_window_size, segments)
+    options = _options(op, arrays[0], scale, softcap)
+    return_residual = checks.boolean(op, "return_residual", return_residual)
+    found = _DOT_PRODUCT_ATTENTION(*arrays, **options, return_residual=return_residual, implementation=implementation)
+    y, residual = found if return_residual else (found, None)
+    residual = None if residual is None else jnp.swapaxes(residual, 1, 2)
+    if jnp.ndim(query) == 3:
+        y, residual = y[0], None if residual is None else residual[0]
+    return (y, residual) if return_residual else y
+
+
+def dot_product_attention_backward(
+    dy: AnyResults,
+    query: AnyQueries,
+    key: AnyKeys,
+    value: AnyValues,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: AnyLengths | None = None,
+    key_value_seq_lengths: AnyLengths | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    segment_ids: AnySegments | None = None,
+    query_segment_ids: AnySegments | None = None,
+    key_value_segment_ids: AnySegments | None = None,
+    softcap: float | None = None,
+    implementation: Implementation = None,
+) -> Gradients:
+    """Gradients of `dot_product_attention`: `dv_s = Σ_t p_ts dy_t`, `dq_t = scale Σ_s dz_ts k_s`, and
+    `dk_s = scale Σ_t dz_ts q_t`, with `dz_ts = p_ts (dy_t·v_s - dy_t·y_t)`.
+
+    dk and dv are also summed over the query heads of each key head. The gradient of the bias is dz, summed over the
+    axes along which the bias broadcasts. With `softcap`, dz in dq and dk is multiplied by `1 - tanh²`.
+
+    Arguments and errors are as in `dot_product_attention`, after dy, which has the shape of y.
+
+    Returns:
+      dq, dk, dv, and if bias is given, dbias.
+    """
+    op, lengths = "dot_product_attention_backward", (query_seq_lengths, key_value_seq_lengths)
+    segments = segment_ids, query_segment_ids, key_value_segment_ids
+    masks = mask, is_causal, lengths, local_window_size, segments
+    dy, *arrays = _arrays(op, query, key, value, bias, *masks, dy=dy)
+    options = _options(op, arrays[0], scale, softcap)
+    options |= dict(return_residual=False, implementation=implementation)
+    found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, *arrays, **options)
+    given = [checks.array(op, "", a) for a in (query, key, value, bias) if a is not None]
+    return in_dtypes_of(tuple(given), tuple(a.reshape(b.shape) for a, b in zip(found, given, strict=True)))
+
+
+def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segments, **dy):
+    """Return q, k, v, bias, and masks, after dy if it is given, all with a batch axis."""
+    q, k, v, *dy = checks.floating(op, query=query, key=key, value=value, **dy)
+    if q.ndim not in (3, 4):
+        raise ValueError(f"{op}: query has shape {q.shape}; wants (batch, T, N, H) or (T, N, H)")
+    has_batch = q.ndim == 4
+    checks.shape(op, "query", q, *["batch"] * has_batch, "T", "N", "H")
+    lead, (queries, heads, features) = q.shape[:-3], q.shape[-3:]
+    checks.shape(op, "key", k, *lead, "S", "K", features)
+    keys, key_heads = k.shape[-3:-1]
+    checks.shape(op, "value", v, *lead, keys, key_heads, "value_features")
+    if heads % key_heads:
+        raise ValueError(f"{op}: query has {heads} heads; wants a multiple of {key_heads}, the number of key heads")
+    for a in dy:
+        checks.shape(op, "dy", a, *lead, queries, heads, v.shape[-1])
+    q, k, v, *dy = (a if has_batch else a[None] for a in (q, k, v, *dy))
+    scores = q.shape[0], heads, queries, keys
+    if bias is not None:
+        checks.refuse_booleans(op, "bias", bias)
+        bias = _of_scores(op, "bias", *checks.floating(op, bias=bias), scores)
+    if mask is not None:
+        mask = _of_scores(op, "mask", checks.array(op, "mask", mask), scores)
+        if mask.dtype != bool:
+            raise TypeError(f"{op}: mask has dtype {mask.dtype}; wants bool, for example `mask != 0`")
+    sizes = dict(query_seq_lengths=queries, key_value_seq_lengths=keys)
+    lengths = [_lengths(op, name, a, q.shape[0], size) for (name, size), a in zip(sizes.items(), lengths, strict=True)]
+    segments = _segments(op, *segments, (*lead, queries), (*lead, keys))
+    query_segments, key_segments = (a if a is None or has_batch else a[None] for a in segments)
+    bounds = _intervals(op, queries, keys, is_causal, window, *lengths)
+    masks = Masks(*bounds, query_segments, key_segments, mask)
+    # Each position attends to itself.
+    pair_all = queries == keys and lengths == [None, None]
+    q, k, v = without_unpaired(q, k, v, masks, intervals_pair_all=pair_all)
+    return *dy, q, k, v, bias, masks
+
+
+def _intervals(op, queries, keys, is_causal, window, query_lengths, key_lengths):
+    is_causal = checks.boolean(op, "is_causal", is_causal)
+    window = None if window is None else checks.pair(op, "local_window_size", window, at_least=0)
+    if not is_causal and window is query_lengths is key_lengths is None:
+        return None, None
+    options = dict(is_causal=is_causal, window=window, query_lengths=query_lengths, key_lengths=key_lengths)
+    return intervals(queries, keys, **options)
+
+
+def _of_scores(op, name, a, scores):
+    """Return an array with all axes of the scores, which have size 1 where the array broadcasts."""
+    shape = (1,) * (4 - a.ndim) + a.shape
+    if len(shape) > 4 or any(size not in (1, wanted) for size, wanted in zip(shape, scores, strict=True)):
+        raise ValueError(
+            f"{op}: {name} has shape {a.shape}; wants a shape that broadcasts to {scores}, (batch, N, T, S)"
+        )
+    return a.reshape(shape)
+
+
+def _integers(op, name, a, *shape):
+    a = checks.array(op, name, a)
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants integers, say {name}.astype(jnp.int32)")
+    checks.shape(op, name, a, *shape)
+    return a
+
+
+def _lengths(op, name, a, batch, size):
+    # Lengths of other dtypes than int32 may not fit, but the length of an axis does.
+    return None if a is None else jnp.clip(_integers(op, name, a, batch), 0, size).astype(jnp.int32)
+
+
+def _segments(op, both, of_queries, of_keys, queries, keys):
+    if both is not None:
+        if of_queries is not None or of_keys is not None:
+            raise ValueError(f"{op}: segment_ids is given; wants no query_segment_ids and no key_value_segment_ids")
+        if queries != keys:
+            raise ValueError(
+                f"{op}: segment_ids is given, but T is {queries[-1]} and S is {keys[-1]}; wants query_segment_ids and "
+                "key_value_segment_ids"
+            )
+        return (_in_32_bits(_integers(op, "segment_ids", both, *queries)),) * 2
+    if (of_queries is None) != (of_keys is None):
+        given, wanted = ("query", "key_value") if of_keys is None else ("key_value", "query")
+        raise ValueError(f"{op}: {given}_segment_ids is given; wants {wanted}_segment_ids, too")
+    if of_queries is None:
+        return None, None
+    of_queries = _integers(op, "query_segment_ids", of_queries, *queries)
+    of_keys = _integers(op, "key_value_segment_ids", of_keys, *keys)
+    of_both = checks.numeric(op, query_segment_ids=of_queries, key_value_segment_ids=of_keys)
+    return tuple(map(_in_32_bits, of_both))
+
+
+def _in_32_bits(ids):
+    # Equal integers stay equal, and different ones different.
+    return ids.astype(jnp.int32) if ids.dtype.itemsize <= 4 else ids
+
+
+def _options(op, q, scale, softcap):
+    if softcap is not None:
+        softcap = checks.number(op, "softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{op}: softcap is {softcap}; wants a finite number above 0, or None")
+    scale = q.shape[-1] ** -0.5 if scale is None else checks.number(op, "scale", scale)
+    return dict(scale=scale, softcap=softcap)
+
+
+def _case(length: int, heads: int, features: int, key_heads: int = 0, bias: bool = False, **options: Any) -> Case:
+    queries, keys = ((BATCH, length, n, features) for n in (heads, key_heads or heads))
+    return case_of(queries, queries, keys, keys, *[(heads, length, length)] * bias, **options)
+
+
+_CAUSAL = dict(is_causal=True)
+_REAL = {
+    "128x4x64": (None, _case(128, 4, 64, key_heads=2, **_CAUSAL)),
+    "8192x16x128": (4, _case(8192, 16, 128)),
+    "8192x16x128 causal": (4, _case(8192, 16, 128, **_CAUSAL)),
+    "8192x32x64 causal": (2, _case(8192, 32, 64, **_CAUSAL)),
+    "1024x12x64 causal": (16, _case(1024, 12, 64, **_CAUSAL)),
+    "8192x8x256 causal": (2, _case(8192, 8, 256, **_CAUSAL)),
+    "4096x32x128 grouped causal": (2, _case(4096, 32, 128, key_heads=8, **_CAUSAL)),
+    "384x4x32 bias": (384, _case(384, 4, 32, bias=True)),
+    "8192x16x128 window": (4, _case(8192, 16, 128, **_CAUSAL, local_window_size=1023)),
+    "65536x16x128 causal": (1, _case(65536, 16, 128, **_CAUSAL)),
+}
+"""The batch size and the case by length, heads, and features. AlphaFold has a bias, and GPT-2 has 12 heads."""
+
+ENTRIES = pair_entries(
+    dot_product_attention,
+    case_of(*[(2, 3, 2, 4)] * 2, *[(2, 5, 1, 4)] * 2, (2, 1, 5), local_window_size=(1, 3), softcap=1.5),
+    {place: dataclasses.replace(case, batch=batch) for place, (batch, case) in _REAL.items()},
+    like="linear",
+    kernel_dtypes=("bfloat16", "float16"),
+)

@@ -1,0 +1,55 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbp import dot_product_attention
+from jaxbp.ops.attention import _chunks
+
+
+def value_and_gradients(**options):
+    def run(query, key, value, dy):
+        y, vjp = jax.vjp(functools.partial(dot_product_attention, **options, implementation="xla"), query, key, value)
+        return y, vjp(dy)
+
+    return run
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 65536), ("bfloat16", 65537)])
+def test_the_memory_of_forward_and_backward_is_linear_in_the_length(dtype, length):
+    array = jax.ShapeDtypeStruct((1, length, 1, 128), dtype)
+    compiled = jax.jit(value_and_gradients(is_causal=True)).lower(*[array] * 4).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * 4 * array.size * array.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("options", "visited"),
+    [({}, 36), (dict(is_causal=True), 21), (dict(local_window_size=(4, 0)), 11), (dict(key_value_seq_lengths=[9]), 18)],
+    ids=["all", "causal", "window", "lengths"],
+)
+def test_tiles_without_a_valid_pair_are_skipped_in_the_forward_and_both_passes_of_the_backward(
+    options, visited, monkeypatch
+):
+    counted, scores = [], _chunks.scores_and_slope
+
+    def counting(*arrays, **options):
+        jax.debug.callback(lambda: counted.append(1))
+        return scores(*arrays, **options)
+
+    monkeypatch.setattr(_chunks, "LARGEST_SIDE", 4)
+    monkeypatch.setattr(_chunks, "scores_and_slope", counting)
+    options = {name: np.array(value) if isinstance(value, list) else value for name, value in options.items()}
+    jax.clear_caches()
+    jax.block_until_ready(jax.jit(value_and_gradients(**options))(*[jnp.ones((1, 24, 1, 2))] * 4))
+    jax.effects_barrier()
+    jax.clear_caches()
+    assert len(counted) == 3 * visited
+
+
+def test_tiles_are_of_nearly_equal_sides_and_smaller_for_many_examples_and_heads():
+    assert _chunks.tile_sides(1, 1, 1024, 1) == (512, 1)
+    assert _chunks.tile_sides(1, 1, 1025, 513) == (342, 257)
+    assert _chunks.tile_sides(384, 4, 384, 384) == (64, 64)
+    assert _chunks.tile_sides(2**20, 1, 64, 20) == (32, 20)

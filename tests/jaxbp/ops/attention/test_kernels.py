@@ -1,0 +1,99 @@
+"""The connection of the op to its kernels. The kernels' own tests cover their options."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention import can_simulate
+from helpers import cuda_program, in_float64, normal, on_the_cpu, relative_error
+
+from jaxbp import dot_product_attention
+from pallas_kernels.attention.scores_sm90 import HEADS
+from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
+
+OP = "dot_product_attention"
+KERNELS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
+
+
+def structs(features, value_features, dtype="bfloat16", queries=100, keys=150):
+    shapes = (2, queries, 4, features), (2, keys, 2, features), (2, keys, 2, value_features), (4, 1, keys)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def value_and_gradients(implementation, wanted=4, **options):
+    def run(*arrays):
+        op = functools.partial(dot_product_attention, **options, return_residual=True, implementation=implementation)
+        (y, residual), vjp = jax.vjp(lambda *moved: op(*moved, *arrays[wanted:]), *arrays[:wanted])
+        return y, residual, *vjp((jnp.cos(y), jnp.cos(residual)))
+
+    return jax.jit(run)
+
+
+@can_simulate
+@pytest.mark.parametrize(("features", "value_features", "dtype"), [(64, 64, "float16"), (192, 128, "bfloat16")])
+def test_the_simulator_finds_the_results_and_gradients_of_the_kernels_right(features, value_features, dtype):
+    shapes = (1, 100, 2, features), (1, 150, 1, features), (1, 150, 1, value_features), (2, 1, 150)
+    arrays = [a.astype(dtype) for a in normal(*shapes)]
+    options = dict(is_causal=True, softcap=3.0)
+    expected = in_float64(value_and_gradients("autodiff", **options), *arrays)
+    with on_the_cpu(), targeting(HOPPER), simulated():
+        found = jax.block_until_ready(value_and_gradients("pallas", **options)(*arrays))
+    assert [a.dtype for a in found] == [dtype, "float32", *[dtype] * 4]
+    for a, wanted in zip(found, expected, strict=True):
+        assert relative_error(a, wanted) <= (1e-2 if dtype == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("features", "value_features"), [(size, size) for size in (32, 64, 80, 96, 128, 256)] + [(192, 128)]
+)
+def test_on_cuda_three_kernels_compute_the_results_and_gradients(features, value_features, on_hopper):
+    dtype = ("bfloat16", "float16")[features % 3 == 0]
+    program = cuda_program(value_and_gradients("pallas", 3), *structs(features, value_features, dtype))
+    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 1, 1]
+    # The formula of the gradient of the bias is not there.
+    assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
+
+
+def test_a_result_without_gradients_takes_one_kernel_and_no_other_product(on_hopper):
+    program = cuda_program(functools.partial(dot_product_attention, implementation="pallas"), *structs(64, 64))
+    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 0, 0]
+    assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
+
+
+UNSUPPORTED = {
+    "dtype float32, only bfloat16 and float16": (structs(64, 64, "float32"), {}),
+    "heads of 257 features, at most 256": (structs(64, 257), {}),
+    "a bias of dtype float64, only": ([*structs(64, 64)[:3], jax.ShapeDtypeStruct((150,), "float64")], {}),
+    "a scale of -1.0, only positive numbers": (structs(64, 64), dict(scale=-1.0)),
+    "segments of dtype int64, only integers of at most 32 bits": (
+        structs(64, 64, keys=100),
+        dict(segment_ids=np.zeros((2, 100), np.int64)),
+    ),
+    r"2\^31 or more elements": (structs(64, 64), dict(mask=jax.ShapeDtypeStruct((2, 4, 2**14, 2**14), bool))),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_unsupported_arguments_are_refused_with_the_reason(reason, on_hopper):
+    arrays, options = UNSUPPORTED[reason]
+    if "mask" in options:
+        arrays = structs(64, 64, queries=2**14, keys=2**14)
+    mask = options.pop("mask", None)
+    op = functools.partial(dot_product_attention, **options, implementation="pallas")
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=f"^{OP}: .*'pallas' does not take {reason}"):
+        jax.eval_shape(op, *arrays, mask)
+
+
+def test_other_devices_are_refused():
+    with (
+        targeting(BLACKWELL),
+        pytest.raises(NotImplementedError, match=r"does not take compute capability 10\.0, only 9\.0"),
+    ):
+        jax.eval_shape(functools.partial(dot_product_attention, implementation="pallas"), *structs(64, 64)[:3])
+
+
+def test_the_largest_head_of_the_kernels_is_the_limit():
+    assert max(HEADS) == 256
