@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
-from jaxbp.common.numerics import wide
+from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops.attention._formulas import (
     grouped,
     product,
@@ -211,7 +211,22 @@ def _add_tile(tiles, total, ds, i, j):
     return lax.dynamic_update_slice(total, part, start)
 
 
-attend = differentiable(functools.partial(_attend, skips=True), functools.partial(_attend, skips=False))
+def _attend_for_autodiff(*arrays, **options):
+    return _attend(*_in_wide(arrays), skips=False, **options)
+
+
+def _gradients_for_autodiff(*arrays, **options):
+    found = _gradients(*_in_wide(arrays), skips=False, **options)
+    _, _, *of_gradients, _, _, _ = arrays
+    return tuple(None if a is None else a.astype(of.dtype) for a, of in zip(found, of_gradients, strict=True))
+
+
+def _in_wide(arrays):
+    # After one conversion, autodiff rounds each derivative once. After several, it would add rounded derivatives.
+    return jax.tree.map(upcast, arrays)
+
+
+attend = differentiable(functools.partial(_attend, skips=True), _attend_for_autodiff)
 """`attend(q, k, v, bias, masks, *, scale, softcap) -> (y, largest, total)`."""
-gradients = differentiable(functools.partial(_gradients, skips=True), functools.partial(_gradients, skips=False))
+gradients = differentiable(functools.partial(_gradients, skips=True), _gradients_for_autodiff)
 """`gradients(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options) -> (dq, dk, dv, dbias)`."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbp import dot_product_attention
+from jaxbp import dot_product_attention, dot_product_attention_backward
 from jaxbp.ops.attention import _chunks
 
 
@@ -53,3 +53,12 @@ def test_tiles_are_of_nearly_equal_sides_and_smaller_for_many_examples_and_heads
     assert _chunks.tile_sides(1, 1, 1025, 513) == (342, 257)
     assert _chunks.tile_sides(384, 4, 384, 384) == (64, 64)
     assert _chunks.tile_sides(2**20, 1, 64, 20) == (32, 20)
+
+
+def test_second_derivatives_in_half_precision_are_rounded_once():
+    # Large terms cancel in the derivative with respect to dy, and 2.3 remains.
+    dy, query, key, value = (jnp.full((1, 1, 1, 1), a, jnp.bfloat16) for a in (1.0, 1.0, 100.0, 64.0))
+    backward = functools.partial(dot_product_attention_backward, implementation="xla")
+    _, vjp = jax.vjp(lambda dy: backward(dy, query, key, value), dy)
+    (second,) = vjp((jnp.ones_like(query), jnp.ones_like(key), jnp.full_like(value, -2.3)))
+    np.testing.assert_array_equal(second, jnp.full_like(dy, -2.3))
