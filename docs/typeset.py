@@ -10,8 +10,8 @@ import re
 FUNCTIONS = {"exp", "ln", "tanh", "sin", "cos", "max", "min", "mean", "var", "sign", "softmax", "softplus", "logsumexp"}
 NAMES = """
     activation alpha arr axes base batch bias ddof delta epsilon frequencies gate head_dim indices inv_rms inv_std
-    label labels logits loss lower mean negative_slope onehot op predictions probabilities rate scale table targets
-    up upper var z_loss
+    label labels logits loss lower mean negative_slope onehot op predictions probabilities rate scale softcap table
+    targets up upper var z_loss
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
 """Text with any other word of more than two letters is not a formula."""

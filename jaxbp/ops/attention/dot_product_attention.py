@@ -137,11 +137,12 @@ def dot_product_attention(
     return_residual: bool = False,
     implementation: Implementation = None,
 ) -> Any:
-    """Attention, `y_t = Σ_s p_ts v_s` with `p_t = softmax(z_t)` and `z_ts = softcap tanh(scale q_t·k_s / softcap) +
-    bias_ts`, per head.
+    """Attention per head, `y[t] = Σ_s p[t, s] v[s]`, with `p[t] = softmax(z[t])` and
 
-    The softmax is over the valid pairs (t, s): the pairs that no mask excludes, and whose bias is not -inf. A query
-    without a valid key has the result 0 and gradients of 0. Without `softcap`, `z_ts = scale q_t·k_s + bias_ts`.
+        z[t, s] = softcap tanh(scale q[t]·k[s] / softcap) + bias[t, s].
+
+    Without `softcap`, `z[t, s] = scale q[t]·k[s] + bias[t, s]`. The softmax is over the valid pairs (t, s): the pairs
+    that no mask excludes, and whose bias is not -inf. A query without a valid key has the result 0 and gradients of 0.
     Queries, keys, and values that one mask excludes from all pairs are never read.
 
     Args:
@@ -166,7 +167,7 @@ def dot_product_attention(
 
     Returns:
       y `(batch, T, N, value_features)`, in the promoted dtype of query, key, and value. With `return_residual`, also
-      `logsumexp_s z_ts` `(batch, T, N)`, in float32 or wider, which is -inf for a query without a valid key.
+      the log-sum-exp of `z[t]`, `(batch, T, N)`, in float32 or wider, which is -inf for a query without a valid key.
 
     Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017. In tiles: T. Dao, "FlashAttention-2",
     ICLR 2024.
@@ -203,8 +204,9 @@ def dot_product_attention_backward(
     softcap: float | None = None,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `dot_product_attention`: `dv_s = Σ_t p_ts dy_t`, `dq_t = scale Σ_s dz_ts k_s`, and
-    `dk_s = scale Σ_t dz_ts q_t`, with `dz_ts = p_ts (dy_t·v_s - dy_t·y_t)`.
+    """Gradients of `dot_product_attention`. With `dz[t, s] = p[t, s] (dy[t]·v[s] - dy[t]·y[t])`,
+
+        dq[t] = scale Σ_s dz[t, s] k[s],    dk[s] = scale Σ_t dz[t, s] q[t],    dv[s] = Σ_t p[t, s] dy[t].
 
     dk and dv are also summed over the query heads of each key head. The gradient of the bias is dz, summed over the
     axes along which the bias broadcasts. With `softcap`, dz in dq and dk is multiplied by `1 - tanh²`.
