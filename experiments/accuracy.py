@@ -194,7 +194,9 @@ def _norms(a):
 
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws, for convolutions and for kernels without a GPU."""
+"""Fewer locations and draws, for slow ops and for kernels without a GPU."""
+SLOW = "conv1d", "conv2d", "dot_product_attention_backward"
+"""Beginnings of the names of ops whose programs are slow on a CPU."""
 MORE = 8
 """The factor for the number of draws when a too large error is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
@@ -218,7 +220,7 @@ def measure(
     for entry in entries:
         table = Table("op", "dtype", "implementation", "locations", "worst", "error", "autodiff error", "% of allowed")
         for implementation in implementations:
-            slow = without_gpu and (implementation == "pallas" or entry.name.startswith(("conv1d", "conv2d")))
+            slow = without_gpu and (implementation == "pallas" or entry.name.startswith(SLOW))
             places = QUICK if slow else FULL
             start = time.perf_counter()
             taken = [dtype for dtype in dtypes if implementation != "pallas" or dtype in entry.kernel_dtypes]

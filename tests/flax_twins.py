@@ -17,6 +17,7 @@ LAYERS = {
     "BatchNorm": ((6,), IMAGES),
     "Dropout": ((0.4,), ROWS),
     "Embed": ((7, 4), INDICES),
+    "MultiHeadAttention": ((2, 6, 16), ROWS),
     "PReLU": ((0.2,), ROWS),
 }
 

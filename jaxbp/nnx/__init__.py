@@ -6,6 +6,8 @@ docs/nnx.md lists the options for which Flax computes a call, and the difference
 from jaxbp.nnx.activations import PReLU as PReLU
 from jaxbp.nnx.activations import glu as glu
 from jaxbp.nnx.activations import logsumexp as logsumexp
+from jaxbp.nnx.attention import MultiHeadAttention as MultiHeadAttention
+from jaxbp.nnx.attention import dot_product_attention as dot_product_attention
 from jaxbp.nnx.conv import Conv as Conv
 from jaxbp.nnx.dropout import Dropout as Dropout
 from jaxbp.nnx.linear import Embed as Embed
