@@ -215,10 +215,12 @@ def _attend_for_autodiff(*arrays, **options):
     return _attend(*_in_wide(arrays), skips=False, **options)
 
 
-def _gradients_for_autodiff(*arrays, **options):
-    found = _gradients(*_in_wide(arrays), skips=False, **options)
-    _, _, *of_gradients, _, _, _ = arrays
-    return tuple(None if a is None else a.astype(of.dtype) for a, of in zip(found, of_gradients, strict=True))
+def _gradients_for_autodiff(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options):
+    dy, dlogsumexp, *arrays = _in_wide((dy, dlogsumexp, q, k, v, bias, masks))
+    # Derivatives through given statistics would be rounded separately, and cancel with the others.
+    _, *statistics = _attend(*arrays, skips=False, **options)
+    found = _gradients(dy, dlogsumexp, *arrays, *statistics, skips=False, **options)
+    return tuple(None if a is None else a.astype(of.dtype) for a, of in zip(found, (q, k, v, bias), strict=True))
 
 
 def _in_wide(arrays):
