@@ -23,11 +23,12 @@ CASES = {
         queries=140, keys=200, head=128, segments=3, softcap=2.0, dtype="bfloat16", atol=3e-2
     ),
     "mask, bias": dict(queries=140, keys=140, mask=(1, 1, 1, 140), bias=(1, 1, 140, 140)),
+    "heads of 32": dict(queries=140, keys=140, head=32, window=(20, 5), bias=(1, 1, 1, 140)),
     "heads of 256": dict(queries=100, keys=100, head=256, is_causal=True),
 }
 """Sizes that are no multiples of the tiles, up to one and a half tiles."""
 
-Expected = collections.namedtuple("Expected", "o lse delta dq dk dv")
+Expected = collections.namedtuple("Expected", "o lse delta dq dk dv dbias")
 
 
 def arrays(case):
@@ -74,17 +75,20 @@ def reference(q, k, v, masks, do=None, *, scale, softcap=None):
     with np.errstate(divide="ignore"):
         lse = np.log(total[..., 0])
     o = p @ v
-    gradients = [None] * 4
+    gradients = [None] * 5
     if do is not None:
         do = np.asarray(do, np.float64).transpose(0, 2, 1, 3)
         delta = (o * do).sum(-1)
-        ds = scale * slope * p * (do @ v.swapaxes(2, 3) - delta[..., None])
+        dz = p * (do @ v.swapaxes(2, 3) - delta[..., None])
+        ds, dbias = scale * slope * dz, None
+        if masks.bias is not None:
+            dbias = dz.sum(tuple(axis for axis, size in enumerate(masks.bias.shape) if size == 1), keepdims=True)
 
         def grouped(a):
             return a.reshape(len(a), -1, group, *a.shape[2:]).sum(2).transpose(0, 2, 1, 3)
 
         dk, dv = grouped(ds.swapaxes(2, 3) @ q), grouped(p.swapaxes(2, 3) @ do)
-        gradients = [delta, (ds @ k).transpose(0, 2, 1, 3), dk, dv]
+        gradients = [delta, (ds @ k).transpose(0, 2, 1, 3), dk, dv, dbias]
     return Expected(o.transpose(0, 2, 1, 3), lse, *gradients)
 
 

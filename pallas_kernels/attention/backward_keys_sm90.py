@@ -25,6 +25,7 @@ from pallas_kernels.attention.scores_sm90 import (
     padded,
     padded_statistics,
     scores,
+    tile_memory,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits
@@ -60,7 +61,7 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
     head = q.shape[3]
     if head == 256:
         return Config(divided=True)
-    return Config(queries=128) if head == 64 else Config(stages=3)
+    return Config(queries=128) if head <= 64 else Config(stages=3)
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -235,8 +236,8 @@ def backward_keys(
             pl.when(warpgroup == 1)(lambda: store_sums(pl.run_scoped(sum_keys, sums) * scale, v_tile, dk))
 
     q, k, v, do = map(aligned, (q, k, v, do))
-    stages = operand((config.stages, queries, head), q.dtype)
-    own, vectors = operand((rows, head), k.dtype), plgpu.SMEM((config.stages, queries), jnp.float32)
+    stages = tile_memory((config.stages, queries, head), q.dtype)
+    own, vectors = tile_memory((rows, head), k.dtype), plgpu.SMEM((config.stages, queries), jnp.float32)
     dk, dv = launch(
         body,
         q,

@@ -22,6 +22,7 @@ from pallas_kernels.attention.scores_sm90 import (
     padded,
     padded_statistics,
     scores,
+    tile_memory,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits
@@ -55,7 +56,7 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
     head = q.shape[3]
     if head == 256:
         return Config(keys=64, buffers=3, values_first=True)
-    return Config(buffers=8 if head == 64 else 4)
+    return Config(buffers=8 if head <= 64 else 4)
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -122,11 +123,13 @@ def backward_queries(
                 load(ref.at[batch, head, queries], value_a_row(), optimized=False) for ref in (lse, delta)
             )
 
+            first_tile = Tile(batch, head, row * rows + warpgroup * ROWS, 0, one_tile).with_queries(masks)
+
             def add(step, _):
                 tile, masked = visit(step)
                 v_step, k_step = 2 * step, 2 * step + 1
                 v, k = (buffers.at[ring.stage(i)] for i in (v_step, k_step))
-                position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
+                position = dataclasses.replace(first_tile, key=tile * keys)
 
                 def multiply(s, dp):
                     def start_dp():
@@ -175,7 +178,7 @@ def backward_queries(
             plgpu.wait_smem_to_gmem(0)
 
     q, k, v, do = map(aligned, (q, k, v, do))
-    own = operand((rows, head), q.dtype)
+    own = tile_memory((rows, head), q.dtype)
     dq = launch(
         body,
         q,
@@ -191,7 +194,7 @@ def backward_queries(
         scratch=[
             own,
             own,
-            operand((config.buffers, keys, head), k.dtype),
+            tile_memory((config.buffers, keys, head), k.dtype),
             operand((_CONSUMERS, ROWS, keys), k.dtype) if simulating() is not None else None,
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=config.buffers),

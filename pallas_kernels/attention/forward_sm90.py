@@ -9,6 +9,7 @@ computes exponentials.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -24,6 +25,7 @@ from pallas_kernels.attention.scores_sm90 import (
     aligned,
     padded,
     scores,
+    tile_memory,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits
@@ -54,7 +56,7 @@ def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
     head = q.shape[3]
-    if head == 64:
+    if head <= 64:
         return Config(consumers=3, alternate=False)
     return Config(keys=64 if head == 256 else 128)
 
@@ -75,7 +77,7 @@ def forward(
     the sum of exponentials. A query without a valid key gets 0 and -inf.
 
     Args:
-      q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 64, 128, or 256.
+      q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 32, 64, 128, or 256.
       k, v: `(batch, keys, key heads, dimension)`. Consecutive query heads share a key head.
       masks: which keys each query attends to, and the bias.
       visits: `visited_tiles(masks, keys, config.tile)[0]`, with the tile of the plan.
@@ -129,7 +131,7 @@ def forward(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-        def consume(step, carry):
+        def consume(first_tile, step, carry):
             sums, largest, total = carry
             tile, masked = visit(step)
             own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
@@ -142,7 +144,7 @@ def forward(
             k_ring.wait(step)
             s = pl.run_scoped(multiply, plgpu.ACC(one_tile, jnp.float32))
             k_ring.release(step)
-            position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * keys, one_tile)
+            position = dataclasses.replace(first_tile, key=tile * keys)
             s, factor, _ = scores(s, masks, position, masked, scale=scale, softcap=softcap)
             new_largest = jnp.maximum(largest, jnp.max(s, axis=1) * factor)
             # While all keys are masked, the largest score is -inf, and must not be subtracted from -inf.
@@ -167,8 +169,10 @@ def forward(
             sums = plgpu.layout_cast(jnp.zeros((ROWS, q_tile.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
             largest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), value_a_row())
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), value_a_row())
+            first_tile = Tile(batch, head, row * rows + warpgroup * ROWS, 0, one_tile).with_queries(masks)
             pl.when(warpgroup == 1)(take_turn)
-            sums, largest, total = lax.fori_loop(0, count, consume, (sums, largest, total))
+            consume_tile = functools.partial(consume, first_tile)
+            sums, largest, total = lax.fori_loop(0, count, consume_tile, (sums, largest, total))
             pl.when(warpgroup == 0)(take_turn)
             inverse = jnp.where(total == 0, jnp.float32(0), 1 / total)
             queries = pl.ds(row * rows + warpgroup * ROWS, ROWS)
@@ -180,7 +184,7 @@ def forward(
             plgpu.wait_smem_to_gmem(0)
 
     q, k, v = map(aligned, (q, k, v))
-    stages = operand((config.stages, keys, head), q.dtype)
+    stages = tile_memory((config.stages, keys, head), q.dtype)
     loaded = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
     o, lse = launch(
@@ -194,7 +198,7 @@ def forward(
         grid={"batch": batch, "head": heads, "row": tiles},
         warpgroups=config.consumers + 1,
         scratch=[
-            operand((rows, head), q.dtype),
+            tile_memory((rows, head), q.dtype),
             stages,
             stages,
             operand((config.consumers, ROWS, keys), q.dtype) if simulating() is not None else None,

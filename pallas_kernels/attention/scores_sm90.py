@@ -12,13 +12,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.tiles import Masks
-from pallas_kernels.core.layouts import load, value_a_column, value_a_row
+from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, value_a_column, value_a_row
 from pallas_kernels.core.mosaic import plgpu
 
 LOG2_E = math.log2(math.e)
 ROWS = 64
 """Rows of a consumer's tile: the rows of a wgmma (PTX ISA)."""
-HEADS = 64, 128, 256
+HEADS = 32, 64, 128, 256
 """Supported head dimensions."""
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
@@ -29,7 +29,10 @@ _TILE_ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile of scores of shape `(queries, keys)`, or `(keys, queries)` if `query_axis` is 1."""
+    """A tile of scores of shape `(queries, keys)`, or `(keys, queries)` if `query_axis` is 1.
+
+    Before a loop over the tiles of the same queries, `with_queries` loads what all of them need.
+    """
 
     batch: Any
     head: Any
@@ -37,13 +40,24 @@ class Tile:
     key: Any
     shape: tuple[int, int]
     query_axis: int = 0
+    loaded: Any = None
 
-    def along_queries(self, ref: Any) -> Array:
-        """Return the tile's part of `ref (batch or 1, queries)`, broadcast along the keys."""
-        return self._broadcast(ref, self.query, self.query_axis)
+    def with_queries(self, masks: Masks) -> "Tile":
+        return dataclasses.replace(self, loaded=self.queries(masks))
+
+    def queries(self, masks: Masks) -> list[Array | None]:
+        """Return the first key, the end, and the segment of each query of the tile."""
+        if self.loaded is not None:
+            return self.loaded
+        return [None if a is None else self._load(a, self.query, self.query_axis) for a in masks[:3]]
+
+    def along_queries(self, values: Array) -> Array:
+        return lax.broadcast_in_dim(values, self.shape, [self.query_axis])
 
     def along_keys(self, ref: Any) -> Array:
-        return self._broadcast(ref, self.key, 1 - self.query_axis)
+        """Return the tile's part of `ref (batch or 1, keys)`, broadcast along the queries."""
+        values = self._load(ref, self.key, 1 - self.query_axis)
+        return lax.broadcast_in_dim(values, self.shape, [1 - self.query_axis])
 
     def elements(self, ref: Any) -> Array:
         """Return the tile's part of `ref (batch or 1, heads or 1, rows or 1, columns or 1)`, in the tile's order."""
@@ -55,11 +69,10 @@ class Tile:
         values = ref[tuple(index)] if layout is None else load(ref.at[tuple(index)], layout, optimized=False)
         return values if len(axes) == 2 else lax.broadcast_in_dim(values, self.shape, axes)
 
-    def _broadcast(self, ref, start, axis):
+    def _load(self, ref, start, axis):
         index = self.batch if ref.shape[0] > 1 else 0
         layout = (value_a_row, value_a_column)[axis]()
-        values = load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
-        return lax.broadcast_in_dim(values, self.shape, [axis])
+        return load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
 
 
 def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: float, softcap: float | None) -> Any:
@@ -79,11 +92,14 @@ def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: flo
         products, factor = products * factor + tile.elements(masks.bias).astype(jnp.float32), 1.0
 
     def mask(products):
-        key = tile.key + plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - tile.query_axis, layout=plgpu.Layout.WGMMA)
-        products = jnp.where(key >= tile.along_queries(masks.first), products, -jnp.inf)
-        products = jnp.where(key < tile.along_queries(masks.end), products, -jnp.inf)
-        if masks.query_segments is not None:
-            same = tile.along_queries(masks.query_segments) == tile.along_keys(masks.key_segments)
+        first, end, segments = tile.queries(masks)
+        key = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - tile.query_axis, layout=plgpu.Layout.WGMMA)
+        # Of unsigned integers, one comparison finds whether a key is in the interval.
+        after_first = (key + tile.along_queries(tile.key - first)).astype(jnp.uint32)
+        length = tile.along_queries(jnp.maximum(end - first, 0).astype(jnp.uint32))
+        products = jnp.where(after_first < length, products, -jnp.inf)
+        if segments is not None:
+            same = tile.along_queries(segments) == tile.along_keys(masks.key_segments)
             products = jnp.where(same, products, -jnp.inf)
         if masks.mask is not None:
             products = jnp.where(tile.elements(masks.mask) != 0, products, -jnp.inf)
@@ -128,7 +144,7 @@ def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
     if len({a.dtype for a in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {q.dtype}, {k.dtype}, and {v.dtype}, only bfloat16 or float16 for all"
     if q.shape[3] not in HEADS or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
-        return f"head dimensions of {q.shape[3]}, {k.shape[3]}, and {v.shape[3]}, only 64, 128, or 256 for all"
+        return f"head dimensions of {q.shape[3]}, {k.shape[3]}, and {v.shape[3]}, only 32, 64, 128, or 256 for all"
     if q.shape[2] % k.shape[2]:
         return f"{q.shape[2]} query heads and {k.shape[2]} key heads, only multiples"
     if not scale > 0:
@@ -136,3 +152,8 @@ def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
     if not all((*q.shape, *k.shape)):
         return "an empty array"
     return None
+
+
+def tile_memory(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a `plgpu.SMEM` for tiles of q, k, v, or do, whose rows are `shape[-1]` features."""
+    return operand(shape, dtype, min(OPERAND_BYTES, shape[-1] * jnp.dtype(dtype).itemsize))

@@ -13,6 +13,7 @@ from jaxbp.ops.attention._chunks import attend, gradients
 from jaxbp.ops.attention._formulas import where_key
 from jaxbp.pairing import differentiable
 from jaxbp.pairing.mesh import Axes
+from pallas_kernels.attention.backward_bias_sm90 import backward_bias
 from pallas_kernels.attention.backward_keys_sm90 import backward_keys
 from pallas_kernels.attention.backward_queries_sm90 import backward_queries
 from pallas_kernels.attention.forward_sm90 import forward
@@ -91,9 +92,8 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
     dq, dk, dv = (a[..., : like.shape[3]] for a, like in zip((dq, dk, dv), (q, k, v), strict=True))
     if bias is None:
         return dq, dk, dv, None
-    # XLA removes this formula from a program that does not use the gradient of the bias.
-    *_, dbias = _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options)
-    return dq, dk, dv, dbias
+    config = backward_bias.plan(*qkv, masks=of_kernels, **options)
+    return dq, dk, dv, cast(backward_bias(*arrays, config=config, **options), bias.dtype)
 
 
 def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):

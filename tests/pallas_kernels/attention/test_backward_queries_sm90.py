@@ -33,7 +33,7 @@ def test_the_simulator_finds_it_right(name):
     assert error <= case.get("atol", 4e-3) * max(1, np.abs(expected.dq).max())
 
 
-@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("head", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_head_dimension_lowers_for_cuda(head, dtype, on_hopper):
     for options, (q, k, v, masks) in (

@@ -32,7 +32,7 @@ def test_the_simulator_finds_it_right(name):
     np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
 
 
-@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("head", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_head_dimension_lowers_for_cuda(head, dtype, on_hopper):
     plain, all_options = structs(head, dtype), structs(head, dtype, queries=1, keys=200, options=True)
