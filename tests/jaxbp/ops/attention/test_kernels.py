@@ -15,7 +15,7 @@ from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 
 OP = "dot_product_attention"
-KERNELS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
+KERNELS = [f"attention_{name}" for name in ("forward", "backward_queries", "backward_keys", "backward_bias")]
 
 
 def structs(features, value_features, dtype="bfloat16", queries=100, keys=150):
@@ -49,17 +49,16 @@ def test_the_simulator_finds_the_results_and_gradients_of_the_kernels_right(feat
 @pytest.mark.parametrize(
     ("features", "value_features"), [(size, size) for size in (32, 64, 80, 96, 128, 256)] + [(192, 128)]
 )
-def test_on_cuda_three_kernels_compute_the_results_and_gradients(features, value_features, on_hopper):
+def test_on_cuda_kernels_compute_the_results_and_gradients(features, value_features, on_hopper):
     dtype = ("bfloat16", "float16")[features % 3 == 0]
-    program = cuda_program(value_and_gradients("pallas", 3), *structs(features, value_features, dtype))
-    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 1, 1]
-    # The formula of the gradient of the bias is not there.
+    program = cuda_program(value_and_gradients("pallas"), *structs(features, value_features, dtype))
+    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 1, 1, 1]
     assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
 
 
 def test_a_result_without_gradients_takes_one_kernel_and_no_other_product(on_hopper):
     program = cuda_program(functools.partial(dot_product_attention, implementation="pallas"), *structs(64, 64))
-    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 0, 0]
+    assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 0, 0, 0]
     assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
 
 
