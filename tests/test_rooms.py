@@ -198,6 +198,7 @@ TESTED_ELSEWHERE = {
     # A part of a kernel, op, pair, or check is tested through it.
     "pallas_kernels/core/mosaic",
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
+    "pallas_kernels/dense/products_sm90",
     "pallas_kernels/logic/tree",
     "pallas_kernels/norm/row_block",
     *("jaxbp/ops/_defaults", "jaxbp/ops/attention/_formulas"),

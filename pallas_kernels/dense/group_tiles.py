@@ -1,0 +1,51 @@
+"""Lists of tiles of rows that are sorted by group.
+
+Group g has the rows from `ranges[g, 0]` to `ranges[g, 1]`, where group g + 1 begins. Rows before the first group and
+after the last have no group.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class RowTiles(NamedTuple):
+    """Tiles of consecutive rows. Each has rows of one group, or rows without a group.
+
+    Attributes:
+      group: int32 `(tiles,)`, the tile's group. A tile without a group has any number.
+      row: int32 `(tiles,)`, the tile's first row, which may precede the group.
+      start, end: int32 `(tiles,)`, the range of rows of the group.
+      counts: int32 `(2,)`, the number of tiles with a group, which come first, and of all tiles that have rows.
+    """
+
+    group: Array
+    row: Array
+    start: Array
+    end: Array
+    counts: Array
+
+
+def group_ranges(group_sizes: Array, rows: int) -> Array:
+    """Return int32 `(groups, 2)`, the first row and the end of each group. Groups end at `rows`."""
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows).astype(jnp.int32)
+    return jnp.stack([jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends], axis=1)
+
+
+def row_tiles(ranges: Array, rows: int, size: int, alignment: int = 1) -> RowTiles:
+    """Return tiles of `size` rows for all rows, each of which begins at a multiple of `alignment`."""
+    groups, (starts, ends) = len(ranges), ranges.T
+    starts, ends = (
+        jnp.concatenate([starts, jnp.zeros_like(starts[:1]), ends[-1:]]),
+        jnp.concatenate([ends, starts[:1], jnp.full_like(ends[:1], rows)]),
+    )
+    aligned = starts - starts % alignment
+    counts = jnp.where(ends > starts, -((aligned - ends) // size), 0)
+    last = jnp.cumsum(counts)
+    # A part has at most `alignment - 1` rows before it, and `size - 1` rows after it, in its tiles.
+    most = (rows + (groups + 2) * (size + alignment - 2)) // size
+    tile = jnp.arange(most, dtype=jnp.int32)
+    part = jnp.minimum(jnp.searchsorted(last, tile, side="right", method="compare_all"), groups + 1)
+    row = aligned[part] + (tile - (last - counts)[part]) * size
+    return RowTiles(jnp.minimum(part, groups - 1), row, starts[part], ends[part], last[jnp.array([groups - 1, -1])])
