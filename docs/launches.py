@@ -87,7 +87,8 @@ def table() -> str:
 
 def _cells(found: dict, name: str) -> tuple[str, ...]:
     forward = name.removesuffix("_backward")
-    return tuple(re.sub(rf"`{forward}(_backward)?`", r"`NAME\1`", _cell(of)) for of in found[name].values())
+    of_dtypes = (found[name].get(dtype, {"": "the kernels do not take this dtype"}) for dtype in KERNEL_DTYPES)
+    return tuple(re.sub(rf"`{forward}(_backward)?`", r"`NAME\1`", _cell(of)) for of in of_dtypes)
 
 
 def _cell(of_places: dict[str, Launches]) -> str:

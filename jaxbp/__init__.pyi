@@ -51,6 +51,8 @@ from .ops.conv.max_pool2d import max_pool2d_backward as max_pool2d_backward
 from .ops.conv.max_pool2d import max_pool2d_with_indices as max_pool2d_with_indices
 from .ops.dense.embedding import embedding as embedding
 from .ops.dense.embedding import embedding_backward as embedding_backward
+from .ops.dense.grouped_linear import grouped_linear as grouped_linear
+from .ops.dense.grouped_linear import grouped_linear_backward as grouped_linear_backward
 from .ops.dense.linear import linear as linear
 from .ops.dense.linear import linear_backward as linear_backward
 from .ops.dense.linear_algebra import dot as dot

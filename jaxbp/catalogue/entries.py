@@ -4,6 +4,7 @@ from jaxbp.ops.attention import dot_product_attention
 from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import (
     embedding,
+    grouped_linear,
     linear,
     linear_algebra,
     linear_softmax_cross_entropy,
@@ -29,6 +30,7 @@ CATALOGUE: tuple[Entry, ...] = (
     *max_pool2d.ENTRIES,
     *conv2d_relu_max_pool2d.ENTRIES,
     *linear.ENTRIES,
+    *grouped_linear.ENTRIES,
     *layer_norm.ENTRIES,
     *layer_norm_linear.ENTRIES,
     *softmax_cross_entropy.ENTRIES,

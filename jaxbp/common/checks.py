@@ -83,7 +83,7 @@ def is_discrete(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.integer) or a.dtype == bool
 
 
-_MAY_BE_EMPTY = ("batch", "features", "in_features", "out_features")
+_MAY_BE_EMPTY = ("batch", "rows", "features", "in_features", "out_features")
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:

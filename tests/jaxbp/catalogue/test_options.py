@@ -113,7 +113,7 @@ CALLS = [
     ("global_avg_pool2d", (LAST,), dict(channel_axis=-1), {}),
     ("conv2d_relu_max_pool2d", normal((1, 2, 6, 7), (2, 2, 2, 2), (2,)), dict(stride=2), WINDOW),
     ("conv2d_relu_max_pool2d", normal((1, 2, 6, 7), (2, 2, 2, 2), (2,)), PRECISE, WINDOW),
-    *((name, small(name), PRECISE, {}) for name in ("linear", "matmul", "dot", "layer_norm_linear")),
+    *((name, small(name), PRECISE, {}) for name in ("linear", "grouped_linear", "matmul", "dot", "layer_norm_linear")),
     *((name, small(name), epsilon(name, 0.5), {}) for name in ("layer_norm", "rms_norm", "layer_norm_linear")),
     ("layer_norm", normal((2, 3, 4), (3, 4), (3, 4)), dict(axis=(1, 2)), {}),
     ("rms_norm", normal((2, 3, 4), (3, 4)), dict(axis=(1, 2)), {}),
@@ -174,6 +174,9 @@ CALLS = [
 ]
 
 NAMED = {
+    "jaxbp/ops/dense/test_grouped_linear.py::test_the_result_may_have_another_dtype": (
+        *(["grouped_linear"], ["preferred_element_type"]),
+    ),
     # test -> (ops, options)
     "jaxbp/ops/test_twins.py::test_batch_norm_over_devices_has_the_statistics_of_all_examples": (
         *(["batch_norm"], ["axis_name"]),
