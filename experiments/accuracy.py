@@ -92,15 +92,25 @@ def accuracy(
         return arguments.of_floats(bind(entry.function, implementation, case.options))
 
     def program(implementation):
-        run = value_and_gradients(of_floats(implementation))
+        function = of_floats(implementation)
+        run = value_and_gradients(function)
 
         def named(values, cotangents):
-            results, gradients = run(values, cotangents)
+            try:
+                results, gradients = run(values, cotangents)
+            except NotImplementedError:  # autodiff of the gradients of `jax.lax.ragged_dot`
+                results, gradients = function(*values), []
             named = {f"value {i}": a for i, a in enumerate(results)}
-            return named | {f"gradient in {name}": a for name, a in zip(names, gradients, strict=True)}
+            return named | {f"gradient in {name}": a for name, a in zip(names, gradients, strict=bool(gradients))}
 
-        # The outer axis is for the changes of the arguments, the inner axis for the draws.
-        return jax.jit(jax.vmap(jax.vmap(named)), compiler_options={"xla_allow_excess_precision": False})
+        def of_all(*arrays):
+            # The outer axis is for the changes of the arguments, the inner axis for the draws.
+            try:
+                return jax.vmap(jax.vmap(named))(*arrays)
+            except NotImplementedError:  # `vmap` of `jax.lax.ragged_dot` must also map the integers
+                return jax.lax.map(functools.partial(jax.lax.map, lambda one: named(*one)), arrays)
+
+        return jax.jit(of_all, compiler_options={"xla_allow_excess_precision": False})
 
     def moved(dtype):
         places, values = [], []
@@ -120,7 +130,7 @@ def accuracy(
         return [np.broadcast_to(a, (places, *a.shape)) for a in dy]
 
     def compare(dtype, implementation, places, *results):
-        for result, (i, place) in itertools.product(results[0], enumerate(places)):
+        for result, (i, place) in itertools.product(results[1], enumerate(places)):
             if errors := _errors(dtype, *(of[result][i] for of in results)):
                 yield Accuracy(entry.name, dtype, implementation, result, place, *errors)
 
