@@ -171,6 +171,13 @@ def _operations(jaxpr: Any) -> int:
             (contracted, _), _ = equation.params["dimension_numbers"]
             x = equation.invars[0].aval.shape
             total += 2 * equation.outvars[0].aval.size * math.prod(x[axis] for axis in contracted)
+        elif equation.primitive.name == "ragged_dot_general":
+            numbers, groups = equation.params["ragged_dot_dimension_numbers"], equation.invars[2].aval.shape[0]
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            x, y = equation.invars[0].aval.shape, equation.outvars[0].aval.size
+            # If the rows are contracted, the result has an axis of the groups.
+            terms = y if numbers.rhs_group_dimensions else y // groups
+            total += 2 * terms * math.prod(x[axis] for axis in contracted)
         elif equation.primitive.name == "conv_general_dilated":
             total += 2 * _products_of_convolution(equation)
         else:

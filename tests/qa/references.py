@@ -1,6 +1,7 @@
-"""Reference functions for maxima and minima. As in jaxbp, the gradient goes to the first of equal values or NaNs.
+"""Reference functions for ops whose autodiff is not the reference.
 
-The gradient of `jnp.max` is divided among equal values.
+For maxima and minima, as in jaxbp, the gradient goes to the first of equal values or NaNs. The gradient of `jnp.max` is
+divided among equal values. The gradients of `jax.lax.ragged_dot` cannot be differentiated in reverse mode.
 """
 
 import functools
@@ -60,6 +61,20 @@ def _logic_pool(x: Array, pool: Any = 2, **options: Any) -> Array:
     return _pool(x, pool, **options)
 
 
+def _grouped_linear(x: Array, w: Array, group_sizes: Array, bias: Array | None = None) -> Array:
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
+    has_group, group = (group < w.shape[0])[:, None], jnp.minimum(group, w.shape[0] - 1)
+    y = jnp.einsum("ri,rio->ro", jnp.where(has_group, x, 0), w[group])
+    return jnp.where(has_group, y if bias is None else y + bias[group], 0)
+
+
+def _grouped_linear_backward(dy: Array, x: Array, w: Array, group_sizes: Array) -> tuple[Array, ...]:
+    def forward(x, w, bias):
+        return _grouped_linear(x, w, group_sizes, bias)
+
+    return jax.vjp(forward, x, w, jnp.zeros((w.shape[0], w.shape[2]), w.dtype))[1](dy)
+
+
 REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max": _reduction(jnp.max),
     "min": _reduction(jnp.min),
@@ -68,4 +83,6 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d": _pool,
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
+    "grouped_linear": _grouped_linear,
+    "grouped_linear_backward": _grouped_linear_backward,
 }

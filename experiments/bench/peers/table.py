@@ -158,7 +158,8 @@ def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compi
 
 
 def tokamax() -> Peer:
-    """tokamax's norms, with Triton kernels, and its attention, with Mosaic GPU kernels."""
+    """tokamax's norms, with Triton kernels, its attention, with Mosaic GPU kernels, and its grouped products, with
+    both."""
     import tokamax
 
     rms_norm = functools.partial(tokamax.layer_norm, offset=None, epsilon=EPS, subtract_mean=False)
@@ -167,7 +168,13 @@ def tokamax() -> Peer:
     return on_jax(
         "tokamax",
         {op: {"default": forward} for op, forward in forwards.items()}
-        | {"dot_product_attention": {"Mosaic": attention}},
+        | {"dot_product_attention": {"Mosaic": attention}}
+        | {
+            "grouped_linear": {
+                "Mosaic": functools.partial(tokamax.ragged_dot, implementation="mosaic"),
+                "Triton": functools.partial(tokamax.ragged_dot, implementation="triton"),
+            }
+        },
     )
 
 

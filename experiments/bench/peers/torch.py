@@ -238,6 +238,11 @@ def _causal(x, w, b):
     return F.conv1d(x, w, b, padding=w.shape[2] - 1, groups=len(w))[..., : x.shape[2]]
 
 
+def _grouped_linear(x, w, group_sizes):
+    multiply = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    return multiply(x, w, offs=group_sizes.cumsum(0).to(torch.int32))
+
+
 def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
     return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
 
@@ -262,6 +267,7 @@ FORWARDS = {
     "relu": F.relu,
     "embedding": F.embedding,
     "linear": F.linear,
+    "grouped_linear": _grouped_linear,
     "conv2d": F.conv2d,
     "conv1d": functools.partial(depthwise_conv1d, _causal),
     "max_pool2d": _max_pool2d,

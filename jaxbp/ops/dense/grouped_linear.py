@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 from jax.lax import PrecisionLike
@@ -13,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxbp.common import checks
-from jaxbp.common.cases import BATCH, Argument, Case, case_of, pair_entries
+from jaxbp.common.cases import BATCH, Argument, Case, FixedArgument, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import wide
+from jaxbp.common.numerics import upcast, wide
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
 from jaxbp.pairing.mesh import Axes
@@ -39,8 +40,10 @@ def _forward(x, w, bias, group_sizes, *, precision, dtype):
 
 
 def _multiply(a, b, precision):
-    dtype = jnp.result_type(*{a.dtype, b.dtype}) if a.dtype == b.dtype else wide(a.dtype)
-    return jnp.matmul(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=wide(dtype))
+    multiply = functools.partial(jnp.matmul, precision=precision, preferred_element_type=wide(a.dtype))
+    in_wide = lambda a, b: multiply(upcast(a), upcast(b))  # noqa: E731
+    # On a CPU, XLA lacks some products in half precision.
+    return on_gpu(multiply, in_wide, a, b) if a.dtype == b.dtype != wide(a.dtype) else in_wide(a, b)
 
 
 def _tiles(ranges, *arrays):
@@ -60,6 +63,10 @@ def _tiles(ranges, *arrays):
     return tiles._replace(end=jnp.where(has_group, tiles.end, tiles.start), counts=has_group), size, rows_of
 
 
+def _at(a, index):
+    return lax.dynamic_index_in_dim(a, index, keepdims=False)
+
+
 def _in_group(tile, size):
     row = tile.row + jnp.arange(size, dtype=jnp.int32)[:, None]
     return (row >= tile.start) & (row < tile.end)
@@ -73,8 +80,9 @@ def _product(x, w, bias, ranges, *, transposed=False, precision, dtype):
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def of_tile(tile, w, bias):
         (rows,) = rows_of(tile)
-        y = _multiply(rows, w[tile.group].T if transposed else w[tile.group], precision)
-        y = y if bias is None else y + bias[tile.group].astype(y.dtype)[None]
+        of_group = _at(w, tile.group)
+        y = _multiply(rows, of_group.T if transposed else of_group, precision)
+        y = y if bias is None else y + _at(bias, tile.group).astype(y.dtype)[None]
         return y.astype(dtype)
 
     def visit(y, tile):
@@ -93,7 +101,8 @@ def _sums(x, dy, ranges, *, precision):
     def visit(sums, tile):
         rows, of_dy = rows_of(tile)
         dw, dbias = _multiply(rows.T, of_dy, precision), jnp.sum(of_dy, axis=0, dtype=wide(of_dy.dtype))
-        return jax.tree.map(lambda a, b: a.at[tile.group].add(b), sums, (dw, dbias)), None
+        add = lambda a, b: lax.dynamic_update_index_in_dim(a, _at(a, tile.group) + b, tile.group, 0)  # noqa: E731
+        return jax.tree.map(add, sums, (dw, dbias)), None
 
     dtype, groups = wide(dy.dtype), ranges.shape[0]
     zeros = jnp.zeros((groups, x.shape[1], dy.shape[1]), dtype), jnp.zeros((groups, dy.shape[1]), dtype)
@@ -288,19 +297,39 @@ def _options(op: str, x: Array, precision: PrecisionLike, dtype: DTypeLike | Non
     return dict(precision=checks.precision(op, precision), dtype=dtype)
 
 
-def _case(groups: int, inputs: int, outputs: int, below: int) -> Case:
-    sizes = Argument((groups,), below=below)
-    return case_of((BATCH, outputs), (BATCH, inputs), (groups, inputs, outputs), sizes, (groups, outputs))
+@dataclasses.dataclass(frozen=True)
+class GroupSizes(FixedArgument):
+    """Sizes whose sum is the batch size: equal sizes, or with `zipf`, sizes proportional to 1 / rank."""
+
+    groups: int
+    zipf: bool = False
+
+    def struct(self, batch: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.groups,), jnp.int32)
+
+    def draw(self, key: Array, batch: int, dtype: DTypeLike) -> Array:
+        weights = np.arange(1, self.groups + 1) ** (-1.0 if self.zipf else 0.0)
+        ends = np.round(batch * np.cumsum(weights) / np.sum(weights)).astype(np.int32)
+        return jnp.asarray(np.diff(ends, prepend=np.int32(0)))
 
 
+def _case(groups: int, inputs: int, outputs: int, rows: int | None = None, **options: bool) -> Case:
+    arguments = (BATCH, outputs), (BATCH, inputs), (groups, inputs, outputs), GroupSizes(groups, **options)
+    return dataclasses.replace(case_of(*arguments), batch=rows)
+
+
+_LARGE = {
+    # Mixtral 8x7B, and a model with many small experts
+    "16384x8x4096x14336": (8, 4096, 14336, 16384),
+    "65536x128x2048x768": (128, 2048, 768, 65536),
+}
 ENTRIES = pair_entries(
     grouped_linear,
     case_of((7, 4), (7, 5), (3, 5, 4), Argument((3,), below=4), (3, 4)),
     {
-        "4x64x96": _case(4, 64, 96, below=8),
-        # Mixtral 8x7B, and a model with many small experts
-        "16384x8x4096x14336": dataclasses.replace(_case(8, 4096, 14336, below=4096), batch=16384),
-        "65536x128x2048x768": dataclasses.replace(_case(128, 2048, 768, below=1024), batch=65536),
+        "4x64x96": _case(4, 64, 96),
+        **{place: _case(*sizes) for place, sizes in _LARGE.items()},
+        **{f"{place} zipf": _case(*sizes, zipf=True) for place, sizes in _LARGE.items()},
     },
     takes=slice(3),
     like="linear",

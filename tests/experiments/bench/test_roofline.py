@@ -61,6 +61,11 @@ def test_a_gather_reads_only_the_rows_that_it_selects(workload_at):
     assert counted.written_bytes == selected + 4 * classes * features
 
 
+def test_each_row_of_grouped_products_is_multiplied_once(workload_at):
+    counted = cost(workload_at("grouped_linear", "4x64x96"), 8, "float32")
+    assert counted.operations == 3 * 2 * 8 * 64 * 96
+
+
 RATES = {
     "bytes_per_second": {"copy": [[100, 50.0], [1000, 100.0], [10000, 20.0]], "read": [[1000, 200.0], [10000, 10.0]]},
     "operations_per_second": {"default": 1000.0, "highest": 10.0},

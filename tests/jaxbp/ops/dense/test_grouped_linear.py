@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbp
 from jaxbp import grouped_linear, grouped_linear_backward
+from jaxbp.ops.dense.grouped_linear import GroupSizes
 
 ROWS, GROUPS, IN, OUT = 40, 3, 5, 4
 X, W, BIAS, DY = normal((ROWS, IN), (GROUPS, IN, OUT), (GROUPS, OUT), (ROWS, OUT))
@@ -105,6 +106,15 @@ def test_any_arguments_may_be_mapped(axes):
     assert_close(found, jax.tree.map(lambda *leaves: jnp.stack(leaves), *(run(*one) for one in each)), "float32")
 
 
+def test_only_dy_may_be_mapped_in_half_precision():
+    x, w, dy = (a.astype(jnp.bfloat16) for a in (X, W, DY))
+    backward = functools.partial(grouped_linear_backward, implementation="xla")
+    mapped = jax.jit(jax.vmap(backward, (0, None, None, None)))(jnp.stack([dy, -dy]), x, w, np.array([13, 20, 7]))
+    for gradients, of_one in zip(mapped, backward(dy, x, w, np.array([13, 20, 7])), strict=True):
+        np.testing.assert_array_equal(gradients[0], of_one)
+        np.testing.assert_array_equal(gradients[1], -of_one)
+
+
 def test_the_number_of_rows_may_be_symbolic():
     sizes = np.array([13, 9, 4])
 
@@ -180,6 +190,14 @@ def test_a_batch_of_kernels_lowers_for_cuda(on_hopper):
 def test_kernels_take_half_precision(on_hopper):
     with pytest.raises(NotImplementedError, match="does not take dtype float32, only bfloat16 and float16"):
         jax.eval_shape(with_kernels, *structs("float32"))
+
+
+@pytest.mark.parametrize("zipf", [False, True])
+def test_the_sizes_of_the_catalogue_sum_to_the_batch(zipf):
+    for groups, rows in ((8, 16384), (128, 65536), (4, 3), (4, 0)):
+        sizes = GroupSizes(groups, zipf).draw(None, rows, "float32")
+        assert sizes.shape == (groups,) and sizes.sum() == rows and sizes.min() >= 0
+        assert rows < groups or (sizes[0] > 2 * sizes[-1]) == zipf
 
 
 INVALID = {
