@@ -13,6 +13,7 @@ from jaxbp.nnx.dropout import Dropout as Dropout
 from jaxbp.nnx.linear import Embed as Embed
 from jaxbp.nnx.linear import Linear as Linear
 from jaxbp.nnx.linear import LinearSoftmaxCrossEntropy as LinearSoftmaxCrossEntropy
+from jaxbp.nnx.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
 from jaxbp.nnx.normalization import BatchNorm as BatchNorm
 from jaxbp.nnx.normalization import GroupNorm as GroupNorm
 from jaxbp.nnx.normalization import LayerNorm as LayerNorm
