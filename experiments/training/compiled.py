@@ -33,8 +33,7 @@ def compiled_classifier(
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(x, np.uint32)
-    if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
-        raise MemoryError("the compiled C code of the circuit could not allocate its memory; wants more free memory")
+    function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result)))
     return result
 
 
@@ -42,16 +41,14 @@ def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
     """Return compiled C code that maps a grid `(h, w, c)` and a number of ticks to a grid."""
-    function = load(automaton.to_c("automaton"), compiler, folder).automaton
+    library = load(automaton.to_c("automaton"), compiler, folder)
+    library.automaton_memory.restype = ctypes.c_size_t
 
     def run(state, ticks):
         words = np.ascontiguousarray(pack_grid(state[None])[:, 0])
-        if function(*map(ctypes.c_size_t, (*state.shape[:2], ticks)), ctypes.c_void_p(words.ctypes.data)):
-            height, width = state.shape[:2]
-            raise MemoryError(
-                f"the compiled C code of the automaton could not allocate its memory for a grid of {height} x {width} "
-                "cells; wants more free memory, or a smaller grid"
-            )
+        size = [ctypes.c_size_t(n) for n in state.shape[:2]]
+        memory = np.empty(library.automaton_memory(*size), np.uint64)
+        library.automaton(*size, ctypes.c_size_t(ticks), *(ctypes.c_void_p(a.ctypes.data) for a in (words, memory)))
         return unpack_grid(words[:, None], state.shape[1])[0]
 
     return run

@@ -30,36 +30,30 @@ static void ${name}_quantize(size_t n, const float *rows, uint32_t *x) {
       x[i * words + j / 32] |= ${name}_bit(&${name}_conditions[i], rows + j * $features) << j % 32;
 }
 $result
-/* The results of rows[n][$features]. Returns 0, or 1 if there is no memory. */
-int ${name}_rows(size_t n, const float *rows, $type *results) {
+/* The results of rows[n][$features]. */
+void ${name}_rows(size_t n, const float *rows, $type *results) {
   enum { words = ${name}_circuit_block, block = 32 * words };
-  uint32_t *const x = malloc(($bits + $outputs) * words * sizeof *x);
-  if (!x) return 1;
+  ${name}_circuit_static uint32_t x[($bits + $outputs) * words];
   for (size_t first = 0; first < n; first += block) {
     const size_t count = n - first < block ? n - first : block;
     ${name}_quantize(count, rows + first * $features, x);
-    if (${name}_results(count, x, results + first)) {
-      free(x);
-      return 1;
-    }
+    ${name}_results(count, x, results + first);
   }
-  free(x);
-  return 0;
 }
 
-/* The result of row[$features]; $failure if there is no memory. */
+/* The result of row[$features]. */
 $type $name(const float *row) {
   $type result;
-  return ${name}_rows(1, row, &result) ? $failure : result;
+  ${name}_rows(1, row, &result);
+  return result;
 }
 """)
 
 _C_CLASS = string.Template(r"""
-static int ${name}_results(size_t n, const uint32_t *x, int *results) {
+static void ${name}_results(size_t n, const uint32_t *x, int *results) {
   int classes[32 * ${name}_circuit_block];
-  if (${name}_circuit_classify_words(${name}_circuit_block, x, classes)) return 1;
+  ${name}_circuit_classify_words(${name}_circuit_block, x, classes);
   for (size_t j = 0; j < n; j++) results[j] = classes[j];
-  return 0;
 }
 """)
 
@@ -67,16 +61,15 @@ _C_VALUE = string.Template(r"""
 /* The prediction for each number of outputs that are on. */
 static const float ${name}_values[] = {$values};
 
-static int ${name}_results(size_t n, uint32_t *x, float *results) {
+static void ${name}_results(size_t n, uint32_t *x, float *results) {
   enum { words = ${name}_circuit_block };
   uint32_t *const y = x + $bits * words;
-  if (${name}_circuit(words, x, y)) return 1;
+  ${name}_circuit(words, x, y);
   for (size_t j = 0; j < n; j++) {
     size_t on = 0;
     for (size_t i = 0; i < $outputs; i++) on += y[i * words + j / 32] >> j % 32 & 1;
     results[j] = ${name}_values[on];
   }
-  return 0;
 }
 """)
 
@@ -104,7 +97,6 @@ def c_source(
         conditions=",\n".join(f"  {{{feature}, {kind}, {value}}}" for feature, kind, value in conditions),
         features=features,
         type="int" if values is None else "float",
-        failure="-1" if values is None else "0.0f / 0.0f",
         result=result,
     )
 

@@ -219,8 +219,8 @@ class LogicRegressor(RegressorMixin, TableEstimator):
     predict = predict_hard
 
     def to_c(self, name: str = "predict") -> str:
-        """Return C99 source of `float name(const float *row)` and `int name_rows(size_t n, const float *rows, float
-        *results)`. See `LogicClassifier.to_c`. If an allocation fails, `name` returns NaN."""
+        """Return C99 source of `float name(const float *row)` and `void name_rows(size_t n, const float *rows, float
+        *results)`. See `LogicClassifier.to_c`."""
         return super().to_c(name)
 
     def validation_loss(self, counts, targets, weights):

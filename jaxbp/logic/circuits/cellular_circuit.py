@@ -16,7 +16,6 @@ from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD
 # In the C source, a border word follows each row of a grid. Its bit 63 is the left neighbor of the next row's cell 0.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { ${name}_channels = $channels, ${name}_periodic = $periodic, ${name}_block = 8 };
@@ -68,14 +67,23 @@ static void ${name}_border(size_t height, size_t width, size_t plane, uint64_t *
   }
 }
 
+/* The number of words of a plane: one channel of the grid with its border. */
+static size_t ${name}_plane(size_t height, size_t width) {
+  return (height + 2) * ((width + 63) / 64 + 1) + 2 + ${name}_block;
+}
+
+/* The number of words of the memory of $name. */
+size_t ${name}_memory(size_t height, size_t width) {
+  return 2 * ${name}_channels * ${name}_plane(height, width);
+}
+
 /* Advances state[$channels][height][(width + 63) / 64] by ticks: bit j of word w of a row is its cell 64 w + j.
-   Returns 0, or 1 if there is no memory. */
-int $name(size_t height, size_t width, size_t ticks, uint64_t *state) {
-  if (!height || !width) return 0;
-  const size_t words = (width + 63) / 64, stride = words + 1, plane = (height + 2) * stride + 2 + ${name}_block;
-  uint64_t *const planes = calloc(2 * ${name}_channels * plane, sizeof *planes);
-  if (!planes) return 1;
-  uint64_t *x = planes, *y = planes + ${name}_channels * plane;
+   memory[${name}_memory(height, width)] may contain anything. */
+void $name(size_t height, size_t width, size_t ticks, uint64_t *state, uint64_t *memory) {
+  if (!height || !width) return;
+  const size_t words = (width + 63) / 64, stride = words + 1, plane = ${name}_plane(height, width);
+  uint64_t *x = memory, *y = memory + ${name}_channels * plane;
+  memset(memory, 0, ${name}_memory(height, width) * sizeof *memory);
   for (size_t row = 0; row < ${name}_channels * height; row++)
     memcpy(x + row / height * plane + 1 + (1 + row % height) * stride, state + row * words, words * sizeof *x);
   ${name}_border(height, width, plane, x);
@@ -91,8 +99,6 @@ int $name(size_t height, size_t width, size_t ticks, uint64_t *state) {
     memcpy(to, x + row / height * plane + 1 + (1 + row % height) * stride, words * sizeof *x);
     to[words - 1] &= ~(uint64_t)0 >> (63 - (width - 1) % 64);
   }
-  free(planes);
-  return 0;
 }
 """)
 
@@ -274,10 +280,12 @@ class CellularCircuit:
             )
 
     def to_c(self, name: str = "automaton") -> str:
-        """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
+        """Return C99 source of a function that runs the automaton.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place. It returns 0, or 1 if an
-        allocation fails. `pack_grid(states)[:, i]` is grid i of a batch in this layout.
+        `void name(size_t height, size_t width, size_t ticks, uint64_t *state, uint64_t *memory)` advances
+        `state[channels][height][(width + 63) / 64]` in place. `pack_grid(states)[:, i]` is grid i of a batch in this
+        layout. The caller provides memory of `size_t name_memory(size_t height, size_t width)` words, for example a
+        static array. The function has no other state, so that threads may call it at the same time.
         """
         check_name("CellularCircuit", name, C_WORDS)
         inputs = [f"x[{i}][k]" for i in range(self.netlist.inputs)]

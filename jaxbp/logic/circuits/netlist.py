@@ -61,16 +61,20 @@ class BitCircuit(ByContent):
             raise ValueError(f"{type(self).__name__}: x has shape {x.shape}; wants ({self.inputs}, words)")
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
+        """Return C99 source of `void name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Bit k of `x[i * words + w]` is input i of sample `32 * w + k`, and y has the same layout. The function returns
-        0, or 1 if an allocation fails. Fewer than 16 words take as long as 16.
+        Bit k of `x[i * words + w]` is input i of sample `32 * w + k`, and y has the same layout. Fewer than 16 words
+        take as long as 16. Compile with `-Dname_block=1` for single samples and small memories.
+
+        The code allocates no memory. It uses static memory, one copy per thread, so that threads may call it at the
+        same time. Without an operating system, or with `-Dname_static=static`, there is one copy, and only one call
+        may run at a time.
 
         Args:
           classes: number of classes. The outputs form one group of equal size per class, and a sample's class is the
             first group with the most ones. If given, the source has two more functions.
-            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
-            `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if an allocation fails.
+            `void name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
+            `int name_classify(const uint8_t *bits)` returns the class of one sample.
         """
         op = type(self).__name__
         check_name(op, name, C_WORDS)

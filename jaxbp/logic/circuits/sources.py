@@ -106,9 +106,22 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 # The C code computes a gate for a block of words at a time, to read the gate's table entry once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 
-enum { ${name}_block = 16 };
+/* The number of words that are computed at a time. If it is 1, the memory and the time of a single sample are least. */
+#ifndef ${name}_block
+#define ${name}_block 16
+#endif
+/* Memory is static. Where there is an operating system, each thread has its own memory, so that threads may call the
+   functions at the same time. Elsewhere, only one call may run at a time. */
+#ifndef ${name}_static
+#if defined _MSC_VER
+#define ${name}_static static __declspec(thread)
+#elif defined __unix__ || defined __APPLE__ || defined _WIN32
+#define ${name}_static static __thread
+#else
+#define ${name}_static static
+#endif
+#endif
 typedef struct { $wire y, a, b; } ${name}_gate;
 
 /* Gates of one function: y = expression(a, b). No gate reads a result of another one of them. */
@@ -127,36 +140,28 @@ $functions
 $definitions
 static const uint32_t ${name}_outputs[] = {$output_rows};
 
-/* The values of the words of x from w on, up to a block of words. The rest of the block is 0. */
-static void ${name}_values(size_t words, size_t w, const uint32_t *x, uint32_t *values) {
+/* Returns the values of the words of x from w on, up to a block of words. The rest of the block is 0. */
+static const uint32_t *${name}_values(size_t words, size_t w, const uint32_t *x) {
+  ${name}_static uint32_t memory[${name}_block * ($rows + 1)];
+  uint32_t *const values = memory + (-(uintptr_t)memory / sizeof *memory) % ${name}_block; /* begins a cache line */
   const size_t block = ${name}_block, n = words - w < block ? words - w : block;
   for (size_t i = 0; i < $inputs; i++)
     for (size_t k = 0; k < block; k++) values[i * block + k] = k < n ? x[i * words + w + k] : 0;
 $calls
+  return values;
 }
 
-/* The first cache line that begins in this memory. */
-static uint32_t *${name}_line(uint32_t *memory) {
-  return memory + (-(uintptr_t)memory / sizeof *memory) % ${name}_block;
-}
-
-/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, and y has the same layout.
-   Returns 0, or 1 if there is no memory. */
-int $name(size_t words, const uint32_t *x, uint32_t *y) {
+/* x[$inputs][words] to y[$outputs][words]: bit k of x[i][w] is input i of sample 32 w + k, in y likewise. */
+void $name(size_t words, const uint32_t *x, uint32_t *y) {
   const size_t block = ${name}_block;
-  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
-  if (!memory) return 1;
-  uint32_t *const values = ${name}_line(memory);
   for (size_t w = 0; w < words; w += block) {
-    ${name}_values(words, w, x, values);
+    const uint32_t *const values = ${name}_values(words, w, x);
     const size_t n = words - w < block ? words - w : block;
     for (size_t i = 0; i < $outputs; i++) {
       const uint32_t *from = values + block * ${name}_outputs[i];
       for (size_t k = 0; k < n; k++) y[i * words + w + k] = from[k];
     }
   }
-  free(memory);
-  return 0;
 }
 """)
 # Plane p has bit p of each sample's sum over the outputs of a class.
@@ -188,16 +193,12 @@ static void ${name}_sum(const uint32_t *values, const uint32_t *outputs, uint32_
       }
 }
 
-/* The class of each of the 32 words samples of x, 0 to $last_class: the first class with the most outputs on.
-   Returns 0, or 1 if there is no memory. */
-int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
+/* The class of each of the 32 words samples of x, 0 to $last_class: the first class with the most outputs on. */
+void ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
   enum { block = ${name}_block, planes = $planes, digits = $digits };
-  uint32_t *const memory = calloc(${name}_block * ($rows + 1), sizeof *memory);
-  if (!memory) return 1;
-  uint32_t *const values = ${name}_line(memory);
   for (size_t w = 0; w < words; w += block) {
     uint32_t sum[planes][block], most[planes][block] = {{0}}, class[digits][block] = {{0}};
-    ${name}_values(words, w, x, values);
+    const uint32_t *const values = ${name}_values(words, w, x);
     for (size_t c = 0; c < $classes; c++) {
       ${name}_sum(values, ${name}_outputs + c * $group, sum);
       for (size_t k = 0; k < block; k++) {
@@ -216,19 +217,15 @@ int ${name}_classify_words(size_t words, const uint32_t *x, int *classes) {
         for (size_t d = 0; d < digits; d++) classes[32 * (w + k) + j] |= (int)(class[d][k] >> j & 1) << d;
       }
   }
-  free(memory);
-  return 0;
 }
 
-/* The class of one sample; -1 if there is no memory. bits[$inputs] are its inputs: 0 is off, any other number is on. */
+/* The class of one sample. bits[$inputs] are its inputs: 0 is off, any other number is on. */
 int ${name}_classify(const uint8_t *bits) {
   int classes[32];
-  uint32_t *const x = malloc($inputs * sizeof *x);
-  if (!x) return -1;
+  ${name}_static uint32_t x[$inputs];
   for (size_t i = 0; i < $inputs; i++) x[i] = bits[i] != 0;
-  const int failed = ${name}_classify_words(1, x, classes);
-  free(x);
-  return failed ? -1 : classes[0];
+  ${name}_classify_words(1, x, classes);
+  return classes[0];
 }
 """)
 

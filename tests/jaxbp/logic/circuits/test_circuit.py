@@ -2,11 +2,13 @@ import ctypes
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import life
 from verilog import in_icarus, needs_icarus, run_in_icarus, simulate
 
 import jaxbp
@@ -86,19 +88,36 @@ def test_compiled_c_counts_beyond_16_bits_and_may_stand_beside_another(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
-    source, program = tmp_path / "main.c", tmp_path / "main"
-    calloc = "#include <stdlib.h>\n#define calloc(n, bytes) ((void)(n), (void)(bytes), (void *)0)\n"
-    main = "int main(void) { return circuit(1, 0, 0) && circuit_classify_words(1, 0, 0); }\n"
-    source.write_text(calloc + CIRCUIT.to_c(classes=2) + main)
-    subprocess.run(["cc", "-std=c99", source, "-o", program], check=True)
-    assert subprocess.run([program]).returncode == 1
+def test_compiled_c_needs_no_library(tmp_path):
+    source, compiled = tmp_path / "circuit.c", tmp_path / "circuit.o"
+    source.write_text(CIRCUIT.to_c(classes=2) + life(True).to_c())
+    subprocess.run(["cc", "-std=c99", "-O2", "-ffreestanding", "-c", source, "-o", compiled], check=True)
+    undefined = subprocess.run(["nm", "-u", compiled], check=True, capture_output=True, text=True).stdout.split()
+    # Every compiler provides these functions, also without an operating system.
+    assert {name for name in undefined if name != "U" and not name.startswith("_")} == {"memcpy", "memset"}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_threads_may_call_compiled_c_at_the_same_time(tmp_path):
+    run, inputs = compiled(CIRCUIT, shutil.which("cc"), tmp_path), random.integers(0, 2**32, (4, 9, 2000), np.uint32)
+    with ThreadPoolExecutor(4) as threads:
+        for x, y in zip(inputs, threads.map(run, inputs), strict=True):
+            assert np.array_equal(y, CIRCUIT.evaluate(x))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_c_of_one_word_at_a_time_with_one_memory_for_all_threads(tmp_path, expected):
+    defined = "#define net_block 1\n#define net_static static\n"
+    library = load(defined + CIRCUIT.to_c("net", classes=5), shutil.which("cc"), tmp_path)
+    wanted = expected.reshape(len(BITS), 5, 4).sum(axis=-1).argmax(axis=-1)
+    assert [library.net_classify(bits.tobytes()) for bits in BITS[:9].astype(np.uint8)] == wanted[:9].tolist()
+    assert classified(library.net_classify_words, jaxbp.pack_bits(BITS))[: len(BITS)].tolist() == wanted.tolist()
 
 
 def classified(function, x):
     function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     classes = np.empty(32 * x.shape[1], np.intc)
-    assert function(x.shape[1], x.ctypes.data, classes.ctypes.data) == 0
+    function(x.shape[1], x.ctypes.data, classes.ctypes.data)
     return classes
 
 

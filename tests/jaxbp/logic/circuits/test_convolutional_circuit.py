@@ -168,7 +168,7 @@ def test_compiled_c_classifies_and_may_stand_beside_another(tmp_path):
     assert [library.net_classify(b.tobytes()) for b in bits.astype(np.uint8)[:20]] == wanted[:20].tolist()
     words, classes = jaxbp.pack_bits(bits.reshape(75, -1)), np.empty(96, np.intc)
     library.net_classify_words.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-    assert library.net_classify_words(3, words.ctypes.data, classes.ctypes.data) == 0
+    library.net_classify_words(3, words.ctypes.data, classes.ctypes.data)
     assert classes[:75].tolist() == wanted.tolist()
 
 

@@ -203,7 +203,7 @@ def test_compiled_c_gives_the_same_words(tmp_path, netlist):
 
 
 def tables_and_rows(source):
-    (rows,) = re.findall(r"calloc\(\w+ \* \((\d+) ", source)
+    (rows,) = re.findall(r"memory\[\w+ \* \((\d+) ", source)
     return len(re.findall(r"^static const circuit_gate ", source, re.MULTILINE)), int(rows)
 
 
