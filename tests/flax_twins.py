@@ -19,11 +19,20 @@ LAYERS = {
     "Embed": ((7, 4), INDICES),
     "MultiHeadAttention": ((2, 6, 16), ROWS),
     "PReLU": ((0.2,), ROWS),
+    "LinearGeneral": ((6, (2, 3)), ROWS),
+    "Einsum": (("bti,ijk->btjk", (6, 2, 3), (2, 3)), ROWS),
+    "ConvTranspose": ((2, 3, (2, 2), 2), IMAGES[..., :2]),
+    "LoRA": ((6, 2, 4), ROWS),
+    "LoRALinear": ((6, 4), ROWS),
 }
 
 
 def make(module, name, *arguments, seed=1, **options):
     rngs = {} if name == "PReLU" else {"rngs": nnx.Rngs(seed)}
+    if name.startswith("LoRA"):  # by default, lora_b is 0, and so is the gradient of lora_a
+        options = {"b_initializer": nnx.initializers.normal()} | options
+    if name == "LoRALinear":
+        options = {"lora_rank": 2} | options
     return getattr(module, name)(*(arguments or LAYERS[name][0]), **rngs, **options)
 
 

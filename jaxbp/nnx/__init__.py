@@ -9,10 +9,15 @@ from jaxbp.nnx.activations import logsumexp as logsumexp
 from jaxbp.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxbp.nnx.attention import dot_product_attention as dot_product_attention
 from jaxbp.nnx.conv import Conv as Conv
+from jaxbp.nnx.conv import ConvTranspose as ConvTranspose
 from jaxbp.nnx.dropout import Dropout as Dropout
 from jaxbp.nnx.linear import Embed as Embed
 from jaxbp.nnx.linear import Linear as Linear
 from jaxbp.nnx.linear import LinearSoftmaxCrossEntropy as LinearSoftmaxCrossEntropy
+from jaxbp.nnx.linear_general import Einsum as Einsum
+from jaxbp.nnx.linear_general import LinearGeneral as LinearGeneral
+from jaxbp.nnx.lora import LoRA as LoRA
+from jaxbp.nnx.lora import LoRALinear as LoRALinear
 from jaxbp.nnx.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
 from jaxbp.nnx.normalization import BatchNorm as BatchNorm
 from jaxbp.nnx.normalization import GroupNorm as GroupNorm

@@ -34,7 +34,7 @@ class Layer:
             if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
                 constructors = [base for base in cls.__mro__ if issubclass(base, Layer) and "__init__" in vars(base)]
                 added = [p for base in constructors for p in _parameters(base) if p.kind is p.KEYWORD_ONLY]
-                parameters = [*_parameters(twins[0]), *added]
+                parameters = sorted([*_parameters(twins[0]), *added], key=lambda parameter: parameter.kind)
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:

@@ -1,5 +1,7 @@
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from flax_twins import IMAGES, assert_layers_agree, make
 from jax import lax
 
@@ -27,6 +29,31 @@ def test_conv_takes_the_options_of_flax(arguments, options):
     axes = 1 if isinstance(arguments[2], int) else len(arguments[2])
     x = {1: SEQUENCES, 2: IMAGES, 3: VOLUMES}[axes]
     assert_layers_agree("Conv", *arguments, x=x, tolerance=5e-3 if "dtype" in options else 1e-5, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((6, 4, 3), dict(padding="VALID", kernel_dilation=2, use_bias=False, precision="highest")),
+        ((6, 4, (2,), 3), dict(transpose_kernel=True)),
+        ((6, 4, (1, 2), (3, 2)), dict(padding="VALID", transpose_kernel=True)),
+        ((6, 4, (3, 2), (2, 1)), dict(padding=[(0, 4), 1], kernel_dilation=(1, 2))),
+        ((6, 4, (3, 3), 2), dict(mask=jnp.tri(3)[:, :, None, None] * jnp.ones((6, 4)))),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_conv_transpose_takes_the_options_of_flax(arguments, options):
+    x = SEQUENCES if arguments[2] == 3 or len(arguments[2]) == 1 else IMAGES
+    assert_layers_agree("ConvTranspose", *arguments, x=x, implementation="xla", **options)
+
+
+@pytest.mark.parametrize(("size", "options"), [((2, 2, 2), {}), ((3, 3), dict(padding="CIRCULAR"))])
+def test_flax_computes_other_transposed_convolutions_and_a_warning_says_so(size, options):
+    reported = f"ConvTranspose: Flax computes this layer, because jaxbp does not take {(*options, '3 spatial axes')[0]}"
+    with pytest.warns(UserWarning, match=reported):
+        ours = make(jaxbp.nnx, "ConvTranspose", 6, 4, size, **options)
+    x = VOLUMES if len(size) == 3 else IMAGES
+    np.testing.assert_array_equal(ours(x), make(nnx, "ConvTranspose", 6, 4, size, **options)(x))
 
 
 @pytest.mark.parametrize("x", [IMAGES[0], IMAGES.reshape(1, 2, 4, 5, 6)], ids=["no batch", "two batch axes"])
