@@ -2,6 +2,7 @@
 
 from . import catalogue as catalogue
 from . import circuits as circuits
+from . import linen as linen
 from . import nn as nn
 from . import nnx as nnx
 from . import verify as verify

@@ -50,18 +50,20 @@ class Layer:
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
-        return needs_flax(type(self).__name__, self.implementation, **lacking)
+        return falls_back(type(self).__name__, self.implementation, **lacking)
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
 
 
-def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps each unsupported option to whether it is in use.
+def falls_back(
+    name: str, implementation: Implementation, module: str = "nnx", library: str = "Flax", /, **lacking: bool
+) -> bool:
+    """Return whether the library computes a call. `lacking` maps each unsupported option to whether it is in use.
 
     Raises:
-      NotImplementedError: Flax would compute the call, but the implementation is "pallas" or "xla".
+      NotImplementedError: the library would compute the call, but the implementation is "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):
@@ -69,7 +71,7 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
         raise NotImplementedError(f"{what}; wants 'autodiff' or None")
     if used and implementation is None:
         why = f"because jaxbp does not take {', '.join(used)}"
-        warnings.warn(f"jaxbp.nnx.{name}: Flax computes this layer, {why}", stacklevel=4)
+        warnings.warn(f"jaxbp.{module}.{name}: {library} computes this layer, {why}", stacklevel=4)
     return bool(used)
 
 

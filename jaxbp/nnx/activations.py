@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jaxbp.common import checks
-from jaxbp.nnx._layer import Layer, needs_flax
+from jaxbp.nnx._layer import Layer, falls_back
 from jaxbp.ops.pointwise import reductions
 from jaxbp.ops.pointwise.activations import prelu
 from jaxbp.ops.pointwise.gated_linear_unit import gated_linear_unit
@@ -46,7 +46,7 @@ def logsumexp(
     Raises:
       NotImplementedError: JAX would compute the call, but the implementation is "pallas" or "xla".
     """
-    if needs_flax("logsumexp", implementation, b=b is not None, return_sign=return_sign):
+    if falls_back("logsumexp", implementation, b=b is not None, return_sign=return_sign):
         return jax.nn.logsumexp(a, axis, b, keepdims, return_sign, where)
     return reductions.logsumexp(a, axis, keepdims, where=where, implementation=implementation)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
-from jaxbp.nnx._layer import Layer, needs_flax
+from jaxbp.nnx._layer import Layer, falls_back
 from jaxbp.ops.attention import dot_product_attention as op
 from jaxbp.pairing import Implementation
 
@@ -44,7 +44,7 @@ def dot_product_attention(
     """
     drops = dropout_rate > 0 and not deterministic
     lacking = dict(dropout=drops, precision=precision is not None, module=module is not None)
-    if needs_flax("dot_product_attention", implementation, **lacking):
+    if falls_back("dot_product_attention", implementation, **lacking):
         options = dict(dtype=dtype, precision=precision, module=module, promote_dtype=promote_dtype)
         options |= dict(dropout_rng=dropout_rng, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
         options |= dict(deterministic=deterministic, is_causal=is_causal)

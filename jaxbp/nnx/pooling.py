@@ -5,7 +5,7 @@ from flax import nnx
 from jax import Array
 
 from jaxbp.common import checks
-from jaxbp.nnx._layer import needs_flax
+from jaxbp.nnx._layer import falls_back
 from jaxbp.ops.conv.avg_pool2d import avg_pool2d
 from jaxbp.ops.conv.max_pool2d import max_pool2d
 from jaxbp.pairing import Implementation
@@ -58,7 +58,7 @@ def _pool(op, twin, inputs, window_shape, strides, padding, implementation, **op
     name = twin.__name__
     x, window = checks.array(name, "inputs", inputs), tuple(window_shape)
     axes = len(window)
-    if needs_flax(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):
+    if falls_back(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):
         return twin(inputs, window, strides, padding, **options)
     strides = (1,) * axes if strides is None else tuple(strides)
     if x.ndim <= axes or len(strides) != axes:
