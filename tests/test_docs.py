@@ -19,7 +19,9 @@ from pallas_kernels.core.launch import launch
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not page.is_relative_to(DOCS / "formulas")]
-CODE = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+CODE = {page: BLOCK.findall(page.read_text()) for page in PAGES}
+"""The blocks of code on each page, each with the output that the page shows, or ""."""
 
 
 def name_of(page):
@@ -30,10 +32,13 @@ KERNEL_BODIES = DOCS / "kernel_bodies.md"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if CODE[page] and page != KERNEL_BODIES], ids=name_of)
-def test_its_code_runs(page):
+def test_its_code_runs_and_prints_what_the_page_shows(page, capsys):
     namespace = {"__name__": page.stem}
-    for code in CODE[page]:
+    for code, shown in CODE[page]:
+        capsys.readouterr()
         exec(compile(code, page.name, "exec"), namespace)
+        without_fractions = lambda text: re.sub(r"\d+\.\d+", "#", text).split()  # noqa: E731
+        assert not shown or without_fractions(capsys.readouterr().out) == without_fractions(shown)
 
 
 def test_code_is_in_the_pages_that_teach():
@@ -43,14 +48,12 @@ def test_code_is_in_the_pages_that_teach():
 
 def test_the_code_of_kernel_bodies_runs_and_raises_the_errors_on_the_page(capsys):
     name, text = "page.md", KERNEL_BODIES.read_text()  # no file, whose lines would be in the messages
-    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL)
     namespace = {"__name__": KERNEL_BODIES.stem}
-    for code, shown in blocks:
+    for code, shown in CODE[KERNEL_BODIES]:
         exec(compile(code, name, "exec"), namespace)
         printed = capsys.readouterr().out
         assert re.sub(rf"^mine: {name}:\d+: ", "", printed).split() == shown.split()
-    assert len(blocks) == len(CODE[KERNEL_BODIES])
-    assert sum("; wants " in shown for _, shown in blocks) == text.count("def wrong(") > 5
+    assert sum("; wants " in shown for _, shown in CODE[KERNEL_BODIES]) == text.count("def wrong(") > 5
 
 
 def test_the_table_of_tolerances_is_the_librarys():
@@ -567,6 +570,17 @@ def test_no_page_types_a_figure_that_a_run_measures(tables):
 )
 def test_a_typed_figure_is_seen(text, typed):
     assert FIGURE.findall(prose(text)) == typed
+
+
+def test_names_of_shapes_are_defined_on_the_page():
+    names = {name for entry in CATALOGUE for name in entry.real if re.fullmatch(r"[a-z]+\d?", name)}
+    undefined = []
+    for page in (DOCS / "benchmarks.md", *(DOCS / "benchmarks").glob("*.md")):
+        rows = "\n".join(re.findall(r"^\| (?!---)([^|]*) \|", page.read_text(), re.MULTILINE))
+        found = names.intersection(re.findall(r"(?:` |fwd\+bwd )([a-z]+\d?)\b", rows))
+        found.update(re.findall(r"\b(?:conv|fc|relu|pool|block)\d\b", rows))
+        undefined += [f"{page.name}: {name}" for name in sorted(found) if f"`{name}`" not in page.read_text()]
+    assert undefined == []
 
 
 def test_half_precision_stands_beside_float32(book):
