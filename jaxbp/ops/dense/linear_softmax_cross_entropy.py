@@ -160,9 +160,9 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
     return loss, (dx.reshape(shape), *(None if a is None else a[:classes].astype(dtype) for a in sums))
 
 
-def _reduced(loss, labels, where, reduction, dtype):
+def _reduced(loss, labels, where, reduction):
     loss = loss if reduction is None else jnp.sum(loss)
-    return (loss / _count(labels, where).astype(loss.dtype) if reduction == "mean" else loss).astype(dtype)
+    return loss / _count(labels, where).astype(loss.dtype) if reduction == "mean" else loss
 
 
 def _count(labels, where):
@@ -174,12 +174,12 @@ def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **opti
     z = jnp.matmul(rows, w.T, precision=precision, out_sharding=sharding_of_rows(rows, w))
     options |= dict(classes=len(w), softcap=softcap)
     loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], row_labels, kept, None, None, **options)
-    return _reduced(loss.reshape(labels.shape), labels, where, reduction, x.dtype)
+    return _reduced(loss.reshape(labels.shape), labels, where, reduction)
 
 
 def _forward(x, w, labels, b, where, *, reduction, **options):
     loss, _ = _losses_and_gradients(x, w, labels, b, where, None, **options)
-    return _reduced(loss, labels, where, reduction, x.dtype)
+    return _reduced(loss, labels, where, reduction)
 
 
 def _save(x, w, labels, b, where, *, reduction, **options):
@@ -195,17 +195,17 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     else:
         dy, kept_count, sums_dtype = 1 / count, None, x.dtype
     loss, gradients = _losses_and_gradients(*arguments, dy, dtype=sums_dtype, **options)
-    return _reduced(loss, labels, where, reduction, x.dtype), (*gradients, kept_count)
+    return _reduced(loss, labels, where, reduction), (*gradients, kept_count)
 
 
 def _backward(dy, *saved, reduction, **options):
-    factor = dy.astype(wide(dy.dtype))
     if reduction is None:
-        dx, dw, db = _losses_and_gradients(*saved, factor, **options)[1]
+        dx, dw, db = _losses_and_gradients(*saved, dy, **options)[1]
         return dx, dw, None, db, None
     *gradients, count = saved
-    factor = factor if count is None else factor / count
-    dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(dy.dtype) for a in gradients)
+    factor = dy if count is None else dy / count
+    scaled = lambda a: (a.astype(dy.dtype) * factor).astype(a.dtype if count is None else jnp.float16)  # noqa: E731
+    dx, dw, db = (None if a is None else scaled(a) for a in gradients)
     return dx, dw, None, db, None
 
 
@@ -263,8 +263,8 @@ def linear_softmax_cross_entropy(
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
-      The loss, in the promoted dtype of x, w, and b, as Optax's loss of the logits. It is NaN if a kept row has an
-        invalid label.
+      The loss, in float32 if x, w, and b are in half precision, else in their promoted dtype. It is NaN if a kept row
+        has an invalid label.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """
@@ -294,7 +294,8 @@ def linear_softmax_cross_entropy_backward(
     z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is capped, and dz is multiplied by
     `1 - (z / softcap)²`. With `reduction="mean"`, dz is divided by the number of kept rows.
 
-    dy is one number, or one per row if `reduction` is None. If b is None, db is the gradient at b = 0, in w's dtype.
+    dy is one number, or one per row if `reduction` is None. It has the dtype of the loss. If b is None, db is the
+    gradient at b = 0, in w's dtype.
     """
     op, options = "linear_softmax_cross_entropy_backward", (label_smoothing, z_loss, softcap, reduction, precision)
     arguments = x, w, w if b is None else b
@@ -307,7 +308,13 @@ def linear_softmax_cross_entropy_backward(
 
 
 def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reduction, precision, **dy):
-    x, w, b, *dy = checks.floating(op, x=x, w=w, b=b, **dy)
+    given = dict(x=x, w=w, b=b)
+    x, w, b = checks.floating(op, **given)
+    for name, a in dy.items():
+        (a,) = checks.floating(op, **{name: a})
+        if a.dtype.itemsize > wide(x.dtype).itemsize:
+            x, w, b, a = checks.floating(op, **given, **{name: a})
+        dy[name] = a.astype(wide(x.dtype))
     checks.shape(op, "w", w, "classes", "features")
     if x.ndim == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the features of w {w.shape}")
@@ -335,7 +342,7 @@ def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reducti
         "reduction": reduction,
         "precision": checks.precision(op, precision),
     }
-    return (x, w, labels, b, where, *dy), options
+    return (x, w, labels, b, where, *dy.values()), options
 
 
 def _classifier_case(features: int, classes: int, *dy: tuple, bias: bool = False, **options: Any) -> Case:
