@@ -110,10 +110,12 @@ def table() -> str:
         for of, text in cells.items():
             lines.setdefault((of, *text), []).append(f"`{name}`")
     rows = [(", ".join(lines[key]), *key) for key in sorted(lines, key=_order)]
-    results = set().union(*(found(name, of, HALVES[0])["results"] for name in names for of in ours(name)))
+    wide = [
+        f"`{name}`" for name in names if any(found(name, of, HALVES[0])["results"] - {HALVES[0]} for of in ours(name))
+    ]
     return (
         f"{markdown(HEAD, rows, numbers=False)}\n\n*half* is the dtype of the inputs, {' or '.join(HALVES)}. "
-        f"Results and gradients have the dtype {_text(results)}. "
+        f"Results and gradients have the dtype half, except the loss of {', '.join(wide)}, which is float32. "
         "XLA's products are summed in float32, and then rounded to the dtype in the table. "
         "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
         "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`. An empty cell means that "

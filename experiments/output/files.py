@@ -32,7 +32,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write(path: Path, data: bytes) -> None:
     """Write into a file that the user names: a device, a pipe, or atomically a file or the target of a link."""
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            error.filename = str(path)  # the error for a full device has no file name
+            raise
     else:
         write_atomically(path.resolve(), data)
 

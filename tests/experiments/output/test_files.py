@@ -1,5 +1,6 @@
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ def test_a_pipe_and_a_link_stay_what_they_are(tmp_path):
     write(pipe, b"text")
     assert os.read(reader, 10) == b"text" and pipe.is_fifo()
     os.close(reader)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write(Path("/dev/full"), b"text")
     target.touch()
     link.symlink_to(target)
     write(link, b"text")
