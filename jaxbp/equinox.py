@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common import checks
-from jaxbp.nnx._layer import falls_back
+from jaxbp.nnx._layer import check_implementation, falls_back
 from jaxbp.ops.conv.conv1d import conv1d
 from jaxbp.ops.conv.conv2d import conv2d
 from jaxbp.ops.dense.embedding import embedding
@@ -31,7 +31,11 @@ def replace_layers(model: Model, implementation: Implementation = None) -> Model
     Args:
       model: a pytree of Equinox modules. Its layers may already be layers of this module.
       implementation: as in every op, for all replaced layers.
+
+    Raises:
+      ValueError: the implementation is unknown.
     """
+    check_implementation("replace_layers", implementation)
 
     def replace(layer):
         if not is_layer(layer):

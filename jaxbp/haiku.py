@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 
-from jaxbp.nnx._layer import falls_back
+from jaxbp.nnx._layer import check_implementation, falls_back
 from jaxbp.ops.conv.conv1d import conv1d
 from jaxbp.ops.conv.conv2d import conv2d
 from jaxbp.ops.dense.embedding import embedding
@@ -23,6 +23,7 @@ from jaxbp.pairing import Implementation
 
 class _Layer:
     def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
+        check_implementation(type(self).__name__, implementation)
         super().__init__(*args, **options)
         self.implementation = implementation
 

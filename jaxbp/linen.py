@@ -13,7 +13,7 @@ from flax.core import meta
 from jax import Array
 
 from jaxbp import nnx
-from jaxbp.nnx._layer import Layer, falls_back
+from jaxbp.nnx._layer import Layer, check_implementation, falls_back
 from jaxbp.pairing import Implementation
 
 _LAYERS: dict[type[linen.Module], type[Layer]] = {
@@ -51,16 +51,17 @@ def intercept_layers(implementation: Implementation = None) -> contextlib.Abstra
 
     Raises:
       NotImplementedError: Flax would compute a layer, but the implementation is "pallas" or "xla".
+      ValueError: the implementation is unknown.
     """
+    check_implementation("intercept_layers", implementation)
 
     def intercept(next_fun, args, kwargs, context):
         module, method = context.module, context.method_name
         is_layer = isinstance(module, tuple(_LAYERS)) and method in ("__call__", "attend")
         if not is_layer or module.is_initializing() or _needs_linen(module, implementation):
             return next_fun(*args, **kwargs)
-        call = {linen.BatchNorm: _batch_norm, linen.Dropout: _dropout}.get(type(module))
-        if call is not None:
-            return call(next_fun, module, implementation, *args, **kwargs)
+        if call := _CALLS.get(type(module)):
+            return call(module, implementation, *args, **kwargs)
         x = args[0] if args else next(kwargs[name] for name in ("inputs", "x", "query") if name in kwargs)
         return getattr(_layer(module, implementation, x), method)(*args, **kwargs)
 
@@ -118,7 +119,7 @@ def _sizes(module: linen.Module, x: Array) -> dict[str, Any]:
     return {}
 
 
-def _batch_norm(next_fun, module, implementation, x, use_running_average=None, *, mask=None):
+def _batch_norm(module, implementation, x, use_running_average=None, *, mask=None):
     uses_average = linen.merge_param("use_running_average", module.use_running_average, use_running_average)
     layer, averages = _layer(module, implementation, x), _variables(module, "batch_stats")
     for name, value in averages.items():
@@ -130,12 +131,14 @@ def _batch_norm(next_fun, module, implementation, x, use_running_average=None, *
     return y
 
 
-def _dropout(next_fun, module, implementation, inputs, deterministic=None, rng=None):
+def _dropout(module, implementation, inputs, deterministic=None, rng=None):
     deterministic = linen.merge_param("deterministic", module.deterministic, deterministic)
-    if deterministic or module.rate in (0, 1):
-        return inputs if deterministic or module.rate == 0 else next_fun(inputs, False)
-    key = module.make_rng(module.rng_collection) if rng is None else rng
-    return _layer(module, implementation, inputs)(inputs, deterministic=False, rngs=key)
+    if rng is None and not deterministic and 0 < module.rate < 1:
+        rng = module.make_rng(module.rng_collection)
+    return _layer(module, implementation, inputs)(inputs, deterministic=deterministic, rngs=rng)
+
+
+_CALLS = {linen.BatchNorm: _batch_norm, linen.Dropout: _dropout}
 
 
 def _variables(module: linen.Module, collection: str) -> dict[str, Array]:

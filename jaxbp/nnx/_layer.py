@@ -18,10 +18,7 @@ class Layer:
     """Arguments for which only Flax supports other values than the default, and the default."""
 
     def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
-        name = type(self).__name__
-        if implementation not in (*IMPLEMENTATIONS, None):
-            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
-            raise ValueError(f"{name}: implementation is {implementation!r}; wants {wanted}, or None")
+        check_implementation(type(self).__name__, implementation)
         super().__init__(*args, **options)
         self.implementation = implementation
         self._needs_flax()
@@ -55,6 +52,12 @@ class Layer:
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
+
+
+def check_implementation(name: str, implementation: Any) -> None:
+    if implementation not in (*IMPLEMENTATIONS, None):
+        wanted = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"{name}: implementation is {implementation!r}; wants {wanted}, or None")
 
 
 def falls_back(

@@ -70,6 +70,8 @@ def test_a_program_keeps_its_arrays_and_its_values_and_gradients_and_calls_the_o
 def test_another_call_changes_the_implementation():
     again = replace_layers(replace_layers(PROGRAM.mlp, "xla"), "autodiff")
     assert [layer.implementation for layer in again.layers] == ["autodiff", "autodiff"]
+    with pytest.raises(ValueError, match=r"^replace_layers: implementation is 'cuda'; wants 'pallas', 'xla'"):
+        replace_layers(PROGRAM, "cuda")
     assert jaxbp.equinox.Linear(6, 3, key=jax.random.key(0)).implementation is None
 
 

@@ -64,5 +64,7 @@ def test_options_that_only_haiku_has_are_reported(make, call, lacking):
 
 def test_other_lookups_of_embeddings_are_refused_with_an_implementation():
     layer = hk.transform(lambda ids: jaxbp.haiku.Embed(5, 6, lookup_style="ONE_HOT", implementation="xla")(ids))
+    with pytest.raises(ValueError, match=r"^Linear: implementation is 'cuda'; wants 'pallas', 'xla'"):
+        hk.transform(lambda x: jaxbp.haiku.Linear(3, implementation="cuda")(x)).init(jax.random.key(0), X)
     with pytest.raises(NotImplementedError, match="Embed: implementation='xla' does not take lookup_style; wants"):
         layer.init(jax.random.key(0), IDS)

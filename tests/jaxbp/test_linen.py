@@ -95,6 +95,20 @@ def test_a_missing_or_wrong_parameter_is_linens_error(layer):
             layer.apply({"params": wrong}, X)
 
 
+def test_dropout_takes_a_key_and_needs_none_if_it_drops_nothing_or_everything():
+    key = jax.random.key(3)
+    for rate, options in ((0.5, dict(rng=key)), (0.5, dict(deterministic=True)), (1.0, {}), (0.0, {})):
+        layer, options = linen.Dropout(rate), {"deterministic": False} | options
+        with intercept_layers("xla"):
+            y = layer.apply({}, X, **options)
+        np.testing.assert_allclose(y, layer.apply({}, X, **options), rtol=1e-6)
+
+
+def test_an_unknown_implementation_is_an_error_at_once():
+    with pytest.raises(ValueError, match=r"^intercept_layers: implementation is 'cuda'; wants 'pallas', 'xla'"):
+        intercept_layers("cuda")
+
+
 def test_the_options_of_a_layer_reach_the_op():
     promoted = []
 
