@@ -1,5 +1,6 @@
 """The report on a trained logic network."""
 
+import functools
 import re
 import time
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ def write_report(
     written(config.run_dir / "gates.png", lambda: pictures.gates(circuit, f"{config.name} on {dataset.name}"))
     written(config.run_dir / "circuit.c", lambda: (comment + evaluated.to_c("circuit", model.classes) + after).encode())
     if verilog:
-        written(config.run_dir / "circuit.v", lambda: (comment + evaluated.to_verilog("circuit")).encode())
+        to_verilog = functools.partial(evaluated.to_verilog, "circuit", classes=model.classes)
+        written(config.run_dir / "circuit.v", lambda: (comment + to_verilog()).encode())
     accuracy = accuracies(model, circuit, bits, dataset.test_labels, config.batch_size)
     return "\n".join([accuracy, *lines, speeds(evaluated, bits)])
 
