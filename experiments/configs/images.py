@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -98,8 +99,7 @@ class ImageConfig(TrainingConfig):
         batch_size = self.batch_size or min(recipe["batch_size"], most, examples)
         steps = recipe["epochs"] * (EXAMPLES[like] // recipe["batch_size"])
         return recipe | {
-            "shape": dataset.train_images.shape[1:],
-            "classes": dataset.classes,
+            **self.data_settings(dataset),
             "batch_size": batch_size,
             "epochs": min(-(-steps // max(examples // batch_size, 1)), MOST_EPOCHS),
         }
@@ -108,12 +108,17 @@ class ImageConfig(TrainingConfig):
         """Return the other settings for a dataset, or for data about as large."""
         return RECIPES[dataset]._asdict()
 
+    def data_settings(self, dataset: Dataset) -> dict[str, Any]:
+        """Return the settings that `data` determines. A saved run has them, and takes only data with equal settings."""
+        return {"shape": dataset.train_images.shape[1:], "classes": dataset.classes}
+
     def load(self) -> Dataset:
         if self.data is None:
             return datasets.load(self.dataset, self.data_dir)
         dataset = self._read()
-        if (found := dataset.train_images.shape[1:]) != self.shape:
-            raise UserError(f"{self.data} has examples of shape {found}; wants {self.shape}, as in the run")
+        for name, found in self.data_settings(dataset).items():
+            if found != (saved := getattr(self, name)):
+                raise UserError(f"{self.data} has the {name} {reprlib.repr(found)}; wants {saved}, as in the run")
         return dataset
 
     def data_checksum(self, dataset: Dataset) -> str | None:

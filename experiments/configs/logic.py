@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -82,7 +83,11 @@ class LogicConfig(GateConfig):
     data: Path | None = None
     """NPZ or CSV file with a dataset of your own, as docs/own_data.md describes."""
     target: str | None = None
-    """Column of the CSV file with the labels, which number the classes from 0."""
+    """Column of the CSV file with the classes, as text or numbered from 0."""
+    categorical_features: tuple[str, ...] = ()
+    """Columns of the CSV file whose numbers are text. Each different text is a category."""
+    categories: tyro.conf.Suppress[tuple[tuple[str, tuple[str, ...]], ...] | None] = None
+    """The columns of text, and the categories of each. None: as in data."""
     layers: Annotated[int | None, Range(1)] = None
     """Number of layers of gates. None: 4 for digits and small data, else 6."""
     gates: Annotated[int | None, Range(1)] = None
@@ -99,7 +104,9 @@ class LogicConfig(GateConfig):
     """Parametrization of the gates: see jaxbp.gate_layer."""
 
     def __post_init__(self):
-        self._check("target", self.target is None or self.data is not None, "no column, or data as well, a CSV file")
+        for field in ("target", "categorical_features"):
+            is_named = self.data is not None or not getattr(self, field)
+            self._check(field, is_named, "no column, or data as well, a CSV file")
         super().__post_init__()
         self._check("gates", self.gates % self.classes == 0, f"a positive multiple of {self.classes}")
         pairs = self.inputs * (self.inputs - 1) // 2
@@ -114,6 +121,15 @@ class LogicConfig(GateConfig):
     @property
     def inputs(self) -> int:
         return math.prod(self.shape) * (self.levels if self.has_images else 1)
+
+    def data_settings(self, dataset: Dataset) -> dict[str, Any]:
+        settings, features = super().data_settings(dataset), dataset.features
+        if features is None:
+            return settings
+        categories = [(features.names[j], tuple(names)) for j, names in features.categories.items()]
+        if features.classes is not None:
+            categories.append((self.target, tuple(features.classes)))
+        return settings | {"categories": tuple(categories)}
 
     def defaults(self) -> Mapping[str, Any]:
         settings = {**super().defaults()}
@@ -155,7 +171,7 @@ class LogicConfig(GateConfig):
         return thermometer(jaxbp.flatten(images), thresholds)
 
     def _read(self) -> Dataset:
-        dataset = user_data.read(self.data, self.target, self.classes)
+        dataset = user_data.read(self.data, self.target, self.classes, categorical=self.categorical_features)
         return user_data.as_bits(dataset, self.levels or TABLE_LEVELS) if dataset.features else dataset
 
     def _check_shape(self) -> None:

@@ -14,6 +14,7 @@ import pooch
 from jaxtyping import Float32, Int32, UInt8
 
 from experiments.output.errors import UserError
+from jaxbp.logic.tables.quantizer import Quantizer
 
 DatasetName = Literal["digits", "mnist", "fashion_mnist", "cifar10"]
 
@@ -68,10 +69,15 @@ CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
 
 class Features(NamedTuple):
-    """The columns of a table. If its data are bits, they say of each feature whether it is above its thresholds."""
+    """The columns of a table. A column of text has the indices of categories."""
 
-    names: tuple[str, ...]
-    thresholds: tuple[Float32[np.ndarray, " thresholds"], ...] = ()
+    names: Sequence[str]
+    categories: Mapping[int, Sequence[str]]
+    """The categories of the columns of text, by the index of the column."""
+    classes: Sequence[str] | None = None
+    """The names of the classes. None: their numbers."""
+    quantizer: Quantizer | None = None
+    """The function that turned the rows into bits. None: the data are no bits."""
 
 
 class Dataset(NamedTuple):

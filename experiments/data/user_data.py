@@ -5,9 +5,9 @@ import functools
 import reprlib
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -15,27 +15,37 @@ from PIL import Image
 
 from experiments.data.datasets import Dataset, Features
 from experiments.output.errors import UserError
-from jaxbp.estimators.quantizer import quantiles
+from jaxbp.logic.tables import columns
+from jaxbp.logic.tables.quantizer import Quantizer
 
-Parts = tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...] | None]
-"""Inputs and labels, for training and perhaps for the test, and the names of a table's columns."""
+Parts = tuple[list[np.ndarray], list[np.ndarray], Features | None]
+"""Inputs and labels, for training and perhaps for the test, and the columns of a table."""
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+MISSING = frozenset(("", "NA", "null"))
+"""Cells of a CSV file without a value. A cell such as NaN has none either."""
+MOST_NUMBER = float(np.finfo(np.float32).max)
 TEST_SHARE = 0.2
 MOST_SIDE = 64
 """The largest height and width of a picture."""
 
 
 def read(
-    path: Path, target: str | None = None, classes: int | None = None, suffixes: Sequence[str] = (".npz", ".csv")
+    path: Path,
+    target: str | None = None,
+    classes: int | None = None,
+    suffixes: Sequence[str] = (".npz", ".csv"),
+    categorical: Sequence[str] = (),
 ) -> Dataset:
     """Read a data set whose inputs are images, or rows `(examples, features)` of a table.
 
-    If the file has no test set, a fifth of the examples of each class become the test set.
+    If the file has no test set, a fifth of the examples of each class become the test set. In tables, a missing value
+    is NaN, and text is the index of a category.
 
     Args:
       path: a file whose name ends in one of the `suffixes`.
       target: the column of a CSV file with the labels.
       classes: the number of classes. None: one more than the largest label, and every class needs a training example.
+      categorical: the columns of a CSV file whose numbers are text.
 
     Raises:
       UserError: the file has other content than docs/own_data.md describes.
@@ -43,8 +53,9 @@ def read(
     """
     if (suffix := path.suffix.lower()) not in suffixes:
         raise UserError(f"data is {path}; wants a file whose name ends in {' or '.join(suffixes)}")
-    x, y, names = _cached(_read_csv if suffix == ".csv" else _read_npz, path, target)
-    return _dataset(path, x, y, classes, names)
+    reader = _read_csv if suffix == ".csv" else _read_npz
+    x, y, features = _cached(reader, path, target, tuple(categorical))
+    return _dataset(path, x, y, classes, features)
 
 
 def read_picture(path: Path) -> Bool[np.ndarray, "height width visible"]:
@@ -61,21 +72,17 @@ def read_picture(path: Path) -> Bool[np.ndarray, "height width visible"]:
 
 
 def as_bits(dataset: Dataset, levels: int) -> Dataset:
-    """Replace the features of a table by bits, which say whether a feature is above a threshold.
+    """Replace the features of a table by bits: whether a feature is above a threshold, equal to a category, or missing.
 
-    A feature has at most `levels` thresholds: the `quantiles` of its values in the training set.
+    The bits are those of `jaxbp.estimators`. A feature has at most `levels` thresholds: quantiles of its values in the
+    training set.
     """
-    weights = np.ones(len(dataset.train_images))
-    thresholds = tuple(quantiles(feature, weights, levels) for feature in dataset.train_images.T)
-
-    def bits(rows: np.ndarray) -> np.ndarray:
-        columns = [feature[:, None] > limits for feature, limits in zip(rows.T, thresholds, strict=True)]
-        return np.concatenate(columns, axis=1).astype(np.float32)
-
+    rows, features = dataset.train_images, dataset.features
+    quantizer = Quantizer.of_tables(dataset.name, rows, np.ones(len(rows)), levels, features.categories)
     return dataset._replace(
-        train_images=bits(dataset.train_images),
-        test_images=bits(dataset.test_images),
-        features=Features(dataset.features.names, thresholds),
+        train_images=quantizer(rows).astype(np.float32),
+        test_images=quantizer(dataset.test_images).astype(np.float32),
+        features=features._replace(quantizer=quantizer),
     )
 
 
@@ -93,9 +100,10 @@ def _read_once(reader: Callable[..., Any], path: Path, version: tuple[int, int],
     return reader(path, *options)
 
 
-def _read_npz(path: Path, target: str | None) -> Parts:
-    if target is not None:
-        raise UserError(f"target is {target!r}, but {path} has no columns; wants no target, or a CSV file")
+def _read_npz(path: Path, target: str | None, categorical: Sequence[str]) -> Parts:
+    for setting, value in (("target", target), ("categorical_features", categorical)):
+        if value:
+            raise UserError(f"{setting} is {value!r}, but {path} has no named columns; wants a CSV file")
     arrays = _arrays(path)
     x, y = (
         [read(path, name, array) for name, array in arrays.items() if name.startswith(letter)]
@@ -104,8 +112,7 @@ def _read_npz(path: Path, target: str | None) -> Parts:
     if len(shapes := {inputs.shape[1:] for inputs in x}) > 1:
         raise UserError(f"{path}: x_test has examples of shape {x[1].shape[1:]}; wants {x[0].shape[1:]}, as in x_train")
     (shape,) = shapes
-    names = tuple(f"feature {i}" for i in range(shape[0])) if len(shape) == 1 else None
-    return x, y, names
+    return x, y, Features([f"feature {i}" for i in range(shape[0])], {}) if len(shape) == 1 else None
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -133,9 +140,11 @@ def _inputs(path: Path, name: str, array: np.ndarray) -> Float32[np.ndarray, "ex
         array = _scaled(path, name, _channels_first(path, name, array))
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        at = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
-        raise UserError(f"{path}: {name} is {array[at]} at {at}; wants finite numbers of float32")
+    is_table = array.ndim == 2
+    wrong = np.isinf(array) if is_table else ~np.isfinite(array)
+    if wrong.any():
+        at, or_nan = tuple(np.argwhere(wrong)[0].tolist()), ", or NaN for missing values" * is_table
+        raise UserError(f"{path}: {name} is {array[at]} at {at}; wants finite numbers of float32{or_nan}")
     return array
 
 
@@ -170,80 +179,115 @@ def _labels(path: Path, name: str, labels: np.ndarray) -> np.ndarray:
     return labels.astype(np.int64 if labels.dtype.kind == "b" else labels.dtype)
 
 
-def _read_csv(path: Path, target: str | None) -> Parts:
+def _read_csv(path: Path, target: str | None, categorical: Sequence[str]) -> Parts:
     if target is None:
         raise UserError(f"target is None; wants the column of {path} that holds the labels")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file)
+            lines = csv.reader(file, skipinitialspace=True)
             header, rows, numbers = next(lines, []), [], []
             for row in filter(None, lines):
                 rows.append(row)
                 numbers.append(lines.line_num)
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); wants a table in CSV and UTF-8") from error
-    _check_header(path, header, target)
+    _check_header(path, header, {"target": [target], "categorical_features": categorical})
     if not rows:
         raise UserError(f"{path} has no rows after the names of its columns; wants one row per example")
     for row, number in zip(rows, numbers, strict=True):
         if len(row) != len(header):
             raise UserError(f"{path}: line {number} has {len(row)} cells; wants {len(header)}, one per column")
-    columns = {
-        name: _numbers(path, name, cells, numbers, whole=name == target)
-        for name, cells in zip(header, zip(*rows, strict=True), strict=True)
-    }
-    labels = columns.pop(target).astype(np.int64)
-    x = np.stack([*columns.values()], axis=1).astype(np.float32)
-    return [x], [labels], tuple(columns)
+    cells = dict(zip(header, zip(*rows, strict=True), strict=True))
+    table = {name: _column(path, name, cells[name], numbers, name in categorical) for name in header}
+    labels, classes = _labels_of_rows(path, target, table.pop(target), cells[target], numbers)
+    categories = _categories(path, table)
+    x = columns.matrix([*table.values()], categories).astype(np.float32)
+    return [x], [labels], Features([*table], categories, classes)
 
 
-def _check_header(path: Path, header: Sequence[str], target: str) -> None:
-    if target not in header:
-        wanted = f"a column of the first line, {reprlib.repr(header)}"
-        raise UserError(f"target is {target!r}, which is no column of {path}; wants {wanted}")
+def _check_header(path: Path, header: Sequence[str], wanted: Mapping[str, Sequence[str]]) -> None:
+    for setting, names in wanted.items():
+        for name in names:
+            if name not in header:
+                among = f"a column of the first line, {reprlib.repr(header)}"
+                raise UserError(f"{setting} is {name!r}, which is no column of {path}; wants {among}")
     if len({*header}) < len(header) or len(header) < 2:
         raise UserError(f"{path} has the columns {reprlib.repr(header)}; wants the target and others, each once")
 
 
-def _numbers(
-    path: Path, column: str, cells: Sequence[str], lines: Sequence[int], whole: bool
-) -> Float32[np.ndarray, " rows"]:
-    wanted, most = "a finite number of float32", float(np.finfo(np.float32).max)
-    if whole:
-        wanted, most = "a whole number from 0, the number of a class", np.iinfo(np.int32).max
-    values = np.empty(len(cells))
-    for i, cell in enumerate(cells):
-        try:
-            values[i] = float(cell)
-        except ValueError:
-            values[i] = np.nan
-        if not abs(values[i]) <= most or (whole and (values[i] < 0 or values[i] % 1)):
-            raise UserError(f"{path}: line {lines[i]}, column {column!r} is {reprlib.repr(cell)}; wants {wanted}")
-    return values
+def _column(path: Path, name: str, cells: Sequence[str], lines: Sequence[int], is_text: bool) -> np.ndarray:
+    """Return a column of categories if its cells are text, else a column of numbers (see `columns`)."""
+    values = [_value(cell) for cell in cells]
+    kinds = {type(value) for value in values if value is not None}
+    if is_text or kinds == {str}:
+        present = zip(cells, values, strict=True)
+        return columns.of_categories([None if value is None else cell for cell, value in present])
+    for cell, line, value in zip(cells, lines, values, strict=True):
+        if isinstance(value, str):
+            _refuse(path, line, name, cell, "a number, because there are others, or the column in categorical_features")
+        if value is not None and not abs(value) <= MOST_NUMBER:
+            _refuse(path, line, name, cell, "a finite number of float32")
+    return np.array(values, np.float64)
+
+
+def _value(cell: str) -> float | str | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        return None if cell in MISSING else cell
+    return cell if "_" in cell else None if np.isnan(value) else value
+
+
+def _refuse(path: Path, line: int, column: str, cell: str, wanted: str) -> NoReturn:
+    raise UserError(f"{path}: line {line}, column {column!r} is {reprlib.repr(cell)}; wants {wanted}")
+
+
+def _labels_of_rows(
+    path: Path, target: str, column: np.ndarray, cells: Sequence[str], lines: Sequence[int]
+) -> tuple[np.ndarray, list[str] | None]:
+    """Return the numbers of the classes, and the names of the classes if they are text."""
+    for value, cell, line in zip(column, cells, lines, strict=True):
+        if value is None or value != value:
+            _refuse(path, line, target, cell, "a class")
+        if column.dtype != object and not (0 <= value <= np.iinfo(np.int32).max and value % 1 == 0):
+            _refuse(path, line, target, cell, "a whole number from 0, the number of a class, or text")
+    classes = _categories(path, {target: column})
+    return columns.matrix([column], classes)[:, 0].astype(np.int64), classes.get(0)
+
+
+def _categories(path: Path, table: Mapping[str, np.ndarray]) -> dict[int, list[str]]:
+    try:
+        return columns.fit_categories(str(path), table, [*table.values()])
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _dataset(
-    path: Path, x: Sequence[np.ndarray], y: Sequence[np.ndarray], classes: int | None, names: tuple[str, ...] | None
+    path: Path, x: Sequence[np.ndarray], y: Sequence[np.ndarray], classes: int | None, features: Features | None
 ) -> Dataset:
     for part, inputs, labels in zip(("train", "test"), x, y, strict=False):
         if len(inputs) != len(labels):
             wanted = f"{len(inputs)}, one per example of x_{part}"
             raise UserError(f"{path}: y_{part} has {len(labels)} labels; wants {wanted}")
-    classes = _checked_classes(path, y, classes)
+    names = features.classes if features is not None else None
+    classes = _checked_classes(path, y, classes, names)
     if len(x) == 1:
-        is_test = _held_out(path, y[0])
+        is_test = _held_out(path, y[0], names)
         x, y = [x[0][~is_test], x[0][is_test]], [y[0][~is_test], y[0][is_test]]
-    if names is not None and (x[0] == x[0][0]).all():
+    if features is not None and np.array_equal(x[0], np.broadcast_to(x[0][0], x[0].shape), equal_nan=True):
         raise UserError(f"{path} has equal features in all training examples; wants a feature that varies")
     y = [labels.astype(np.int32) for labels in y]
-    return Dataset(x[0], y[0], x[1], y[1], path.name, None if names is None else Features(names), classes)
+    return Dataset(x[0], y[0], x[1], y[1], path.name, features, classes)
 
 
-def _checked_classes(path: Path, y: Sequence[Int32[np.ndarray, " examples"]], classes: int | None) -> int:
+def _checked_classes(
+    path: Path, y: Sequence[Int32[np.ndarray, " examples"]], classes: int | None, names: Sequence[str] | None
+) -> int:
     present = np.unique(y[0])
     if classes is None and (len(present) < 2 or present[0] != 0 or present[-1] != len(present) - 1):
         wanted = "at least two classes, numbered from 0 without a gap, or classes, their number"
-        raise UserError(f"{path} has training examples of the classes {reprlib.repr(present.tolist())}; wants {wanted}")
+        came = reprlib.repr(present.tolist() if names is None else names)
+        raise UserError(f"{path} has training examples of the classes {came}; wants {wanted}")
     classes = classes or len(present)
     for labels in y:
         if wrong := [label for label in np.unique(labels).tolist() if not 0 <= label < classes]:
@@ -251,13 +295,16 @@ def _checked_classes(path: Path, y: Sequence[Int32[np.ndarray, " examples"]], cl
     return classes
 
 
-def _held_out(path: Path, labels: Int32[np.ndarray, " examples"]) -> Bool[np.ndarray, " examples"]:
+def _held_out(
+    path: Path, labels: Int32[np.ndarray, " examples"], names: Sequence[str] | None
+) -> Bool[np.ndarray, " examples"]:
     order, is_test = np.random.default_rng(0).permutation(len(labels)), np.zeros(len(labels), bool)
     for label in np.unique(labels):
         examples = order[labels[order] == label]
         if len(examples) < 2:
+            name = label if names is None else repr(names[label])
             raise UserError(
-                f"{path} has one example of class {label}; wants at least two, for training and for the test, or a "
+                f"{path} has one example of class {name}; wants at least two, for training and for the test, or a "
                 "test set"
             )
         is_test[examples[: max(1, round(TEST_SHARE * len(examples)))]] = True

@@ -12,10 +12,11 @@ from sklearn.utils import check_array, check_consistent_length, check_random_sta
 from sklearn.utils.validation import check_is_fitted, check_X_y, validate_data
 
 from jaxbp.common import checks
-from jaxbp.estimators import columns
-from jaxbp.estimators.quantizer import Quantizer
 from jaxbp.estimators.training import Examples, Network, Program, Settings, program, steps_per_epoch, training
 from jaxbp.logic.circuits.netlist import BitCircuit
+from jaxbp.logic.tables import columns
+from jaxbp.logic.tables.quantizer import Quantizer
+from jaxbp.logic.tables.row_source import c_source, circuit_comment
 from jaxbp.training import loop
 
 LEAST_STEPS = 2000
@@ -74,26 +75,18 @@ class LogicEstimator(BaseEstimator):
         allocates no memory, as the circuits' `to_c` says. Compilers' options that ignore NaN, such as `-ffast-math`,
         break missing values.
         """
-        from jaxbp.estimators.source import c_source
-
         check_is_fitted(self)
-        op = type(self).__name__
-        names = self._feature_names()
-        lines = [f"/* {op}: row[{j}] is {_in_comment(text)}" for j, text in enumerate(names)]
-        header = "".join(f"{line}. */\n" for line in lines)
-        values = getattr(self, "values_", None)
-        classes = self.groups_ if values is None else None
-        return header + c_source(op, name, self.quantizer_, self.circuit_, self.n_features_in_, classes, values)
+        described = columns.describe(self._feature_names(), self.categories_)
+        classes, values = (getattr(self, attribute, None) for attribute in ("classes_", "values_"))
+        classes = None if classes is None else classes.tolist()
+        return c_source(type(self).__name__, name, self.quantizer_, self.circuit_, described, classes, values)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """Return a Verilog module of the circuit. Its inputs are the bits of a row, which a comment describes."""
         check_is_fitted(self)
-        described = self.quantizer_.describe([text.split(" ")[0] for text in self._feature_names()])
-        lines = (f"// x[{i}]: {_in_comment(condition)}\n" for i, condition in enumerate(described))
-        group = self.circuit_.outputs // self.groups_
-        return f"{''.join(lines)}// Group g of the outputs is y[{group} g + {group - 1}:{group} g].\n" + (
-            self.circuit_.to_verilog(name)
-        )
+        names, outputs = self._feature_names(), self.circuit_.outputs
+        comment = circuit_comment(self.quantizer_, names, self.categories_, outputs, self.groups_)
+        return comment + self.circuit_.to_verilog(name)
 
     def network(self, groups: int) -> Network:
         raise NotImplementedError
@@ -124,9 +117,10 @@ class LogicEstimator(BaseEstimator):
         op, options = type(self).__name__, self._check_options
         if columns.is_frame(X) and y is not None:
             validate_data(self, X, skip_check_array=True, reset=reset)
+            found = columns.of_frame(op, X, None if reset else self.categories_)
             if reset:
-                self.categories_ = columns.fit_categories(op, X)
-            X = columns.matrix(op, X, self.categories_)
+                self.categories_ = columns.fit_categories(op, X.columns, found)
+            X = columns.matrix(found, self.categories_)
             X, y = check_X_y(X, y, y_numeric=numeric, **options)
         else:
             X, y = validate_data(self, X, y, reset=reset, y_numeric=numeric, **options)
@@ -204,7 +198,8 @@ class LogicEstimator(BaseEstimator):
         if not columns.is_frame(X):
             return validate_data(self, X, reset=False, **self._check_options)
         validate_data(self, X, skip_check_array=True, reset=False)
-        return check_array(columns.matrix(type(self).__name__, X, self.categories_), **self._check_options)
+        found = columns.of_frame(type(self).__name__, X, self.categories_)
+        return check_array(columns.matrix(found, self.categories_), **self._check_options)
 
     def _validation(self, made: Program, examples: Examples):
         rows = len(examples.targets)
@@ -225,16 +220,10 @@ class LogicEstimator(BaseEstimator):
 
         return kept._replace(weights=kept.weights / kept.weights.mean()), evaluate
 
-    def _feature_names(self) -> list[str]:
-        names = getattr(self, "feature_names_in_", [f"x{j}" for j in range(self.n_features_in_)])
-        coded = {j: ", ".join(f"{i} for {c!r}" for i, c in enumerate(self.categories_[j])) for j in self.categories_}
-        return [f"{name} ({coded[j]})" if j in coded else str(name) for j, name in enumerate(names)]
+    def _feature_names(self) -> Sequence[str]:
+        return getattr(self, "feature_names_in_", [f"x{j}" for j in range(self.n_features_in_)])
 
 
 def _line(metrics: loop.Metrics, epochs: int) -> str:
     line = f"epoch {metrics.epoch} of {epochs}, training loss {metrics.train_loss:.4f}"
     return line if metrics.test_loss is None else f"{line}, validation loss {metrics.test_loss:.4f}"
-
-
-def _in_comment(text: str) -> str:
-    return " ".join(text.replace("*/", "* /").replace("/*", "/ *").replace("\\", "/").split())

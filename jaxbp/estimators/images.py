@@ -4,11 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxbp.estimators.quantizer import Quantizer
 from jaxbp.estimators.tables import Classifier
 from jaxbp.estimators.training import Network
 from jaxbp.logic.circuits.convolutional_circuit import image_shape
 from jaxbp.logic.networks.logic_conv import LogicConvolution
+from jaxbp.logic.tables.quantizer import Quantizer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -13,9 +13,9 @@ from sklearn.utils.validation import check_is_fitted
 
 from jaxbp.common import checks
 from jaxbp.estimators.base import LogicEstimator
-from jaxbp.estimators.quantizer import Quantizer
 from jaxbp.estimators.training import LEAST_INPUTS, Network, padded
 from jaxbp.logic.circuits.netlist import Netlist
+from jaxbp.logic.tables.quantizer import Quantizer
 
 INPUTS_PER_FEATURE = 8
 """Smallest number of inputs of the network for the bits of one kind of one feature."""

@@ -1,9 +1,8 @@
 """The report on a trained logic network."""
 
 import functools
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,13 @@ import numpy as np
 from flax import nnx
 
 from experiments.configs.logic import GateConfig, LogicConfig
-from experiments.data.datasets import Dataset, Features
+from experiments.data.datasets import Dataset
 from experiments.output.files import written
 from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled, measured
 from jaxbp import Netlist, pack_bits
+from jaxbp.logic.tables import columns
+from jaxbp.logic.tables.row_source import c_source, circuit_comment
 from jaxbp.nn import LogicNetwork
 from jaxbp.training.loop import LEAST_SECONDS
 
@@ -26,13 +27,13 @@ TIMED_SAMPLES, TIMED_SECONDS, MOST_CALLS = 8192, 0.3, 10_000
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
-    after = row_function(dataset.features) if dataset.features else ""
+    to_c = functools.partial(c_of_rows, netlist, dataset) if dataset.features else None
     lines = [
         f"{circuit.histogram().sum():,} gates; {config.run_dir / 'gates.png'} shows their functions",
         f"{len(netlist):,} gates when simplified, in {config.run_dir / 'circuit.c'} and circuit.v",
         *hints(len(netlist)),
     ]
-    return write_report(config, model, dataset, circuit, netlist, comment(config, dataset), lines, after=after)
+    return write_report(config, model, dataset, circuit, netlist, comment(config, dataset), lines, to_c=to_c)
 
 
 def hints(gates: int) -> list[str]:
@@ -50,16 +51,17 @@ def write_report(
     comment: str,
     lines: Sequence[str],
     verilog: bool = True,
-    after: str = "",
+    to_c: Callable[[], str] | None = None,
 ) -> str:
     """Write gates.png, which counts the gates of `circuit`, and the code of `evaluated`, which starts with `comment`.
 
-    The C code ends with the functions `after`. `evaluated` is `circuit`, perhaps simplified. Return the text to print:
-    accuracies, then `lines`, then speeds.
+    `evaluated` is `circuit`, perhaps simplified, and `to_c` returns its C code, by default without a function of rows.
+    Return the text to print: accuracies, then `lines`, then speeds.
     """
+    to_c = to_c or functools.partial(evaluated.to_c, "circuit", model.classes)
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     written(config.run_dir / "gates.png", lambda: pictures.gates(circuit, f"{config.name} on {dataset.name}"))
-    written(config.run_dir / "circuit.c", lambda: (comment + evaluated.to_c("circuit", model.classes) + after).encode())
+    written(config.run_dir / "circuit.c", lambda: (comment + to_c()).encode())
     if verilog:
         to_verilog = functools.partial(evaluated.to_verilog, "circuit", classes=model.classes)
         written(config.run_dir / "circuit.v", lambda: (comment + to_verilog()).encode())
@@ -80,11 +82,10 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
 
 
 def comment(config: LogicConfig, dataset: Dataset) -> str:
+    if features := dataset.features:
+        return circuit_comment(features.quantizer, features.names, features.categories, config.gates, config.classes)
     group = config.gates // config.classes
     outputs = f"There are {config.gates} outputs; class c has outputs {group} c to {group} c + {group - 1}. */\n"
-    if dataset.features:
-        lines = [f"   {i}: {feature} > {limit:.9g}\n" for i, (feature, limit) in enumerate(_bits(dataset.features))]
-        return f"/* Each input is a bit:\n{''.join(lines)}   {outputs}"
     levels, (channels, height, width) = config.levels, config.shape
     row = f"({height} * channel + row)" if channels > 1 else "row"
     index = f"{levels} * ({width} * {row} + column) + level"
@@ -93,27 +94,12 @@ def comment(config: LogicConfig, dataset: Dataset) -> str:
     )
 
 
-def row_function(features: Features) -> str:
-    """Return C code of a function that classifies one row of the table."""
-    numbers = [i for i, limits in enumerate(features.thresholds) for _ in limits]
-    limits = [f"{float(limit).hex()}f" for _, limit in _bits(features)]
-    return f"""
-/* Returns the class of one row, with {len(features.names)} features. */
-int circuit_classify_row(const float *row)
-{{
-    static const int features[{len(numbers)}] = {{{", ".join(map(str, numbers))}}};
-    static const float thresholds[{len(limits)}] = {{{", ".join(limits)}}};
-    uint8_t bits[{len(limits)}];
-    for (int i = 0; i < {len(limits)}; i++) bits[i] = row[features[i]] > thresholds[i];
-    return circuit_classify(bits);
-}}
-"""
-
-
-def _bits(features: Features) -> list[tuple[str, np.float32]]:
-    """Return the name and threshold of each bit. Names get no characters that could end a comment of C."""
-    names = [re.sub(r"[^\w .,:%()-]", "_", name) for name in features.names]
-    return [(name, limit) for name, limits in zip(names, features.thresholds, strict=True) for limit in limits]
+def c_of_rows(circuit: Netlist, dataset: Dataset) -> str:
+    """Return C code of the circuit, and of `int predict(const float *row)`, which classifies a row of the table."""
+    features = dataset.features
+    described = columns.describe(features.names, features.categories)
+    classes = features.classes or range(dataset.classes)
+    return c_source("logic", "predict", features.quantizer, circuit, described, classes, circuit_name="circuit")
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:

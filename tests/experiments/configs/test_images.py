@@ -114,9 +114,7 @@ def test_settings_of_a_saved_run_need_no_file(own):
         saved.load()
     assert len(from_dict(LeNetConfig, to_dict(config) | {"data": str(path.with_name("moved.npz"))}).load()[0]) == 161
     own((20, 20))
-    with pytest.raises(
-        UserError, match=r"own.npz has examples of shape \(1, 20, 20\); wants \(1, 28, 28\), as in the run"
-    ):
+    with pytest.raises(UserError, match=r"own.npz has the shape \(1, 20, 20\); wants \(1, 28, 28\), as in the run"):
         saved.load()
 
 

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from experiments.configs import logic
+from experiments.configs.base import from_dict, to_dict
 from experiments.configs.logic import ARCHITECTURES, LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError
 from experiments.training import loop as training
@@ -179,11 +180,22 @@ def test_a_table_becomes_bits_and_the_gates_a_multiple_of_the_classes(own_table)
         "shift is 1; wants 0, because the data are no images": settings | dict(shift=1),
         "gates is 600; wants at most 465, the pairs of 31 bits": settings | dict(gates=600, wiring="unique"),
         "target is 'class'; wants no column, or data as well": dict(target="class"),
+        "categorical_features is \\('a',\\); wants no column, or data as well": dict(categorical_features=("a",)),
+        "categorical_features is 'd', which is no column": settings | dict(categorical_features=("d",)),
         "gates is 2000; wants a positive multiple of 3": settings | dict(gates=2000),
     }
     for message, wrong in cases.items():
         with pytest.raises(UserError, match=message):
             LogicConfig(**wrong)
+
+
+def test_the_categories_of_a_table_are_settings_that_its_data_must_have(own_table):
+    config = LogicConfig(data=own_table, target="class", categorical_features=("c", "class"))
+    assert config.categories == (("c", ("0", "1")), ("class", ("0", "1", "2")))
+    assert config.inputs == 32 and from_dict(LogicConfig, to_dict(config)) == config
+    own_table.write_text(own_table.read_text().replace(",2\n", ",two\n"))
+    with pytest.raises(UserError, match=r"own.csv has the categories .*'two'.*; wants .*'2'.*, as in the run"):
+        config.load()
 
 
 def test_own_images_have_gates_for_all_bits(tmp_path):

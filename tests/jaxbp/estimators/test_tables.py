@@ -17,7 +17,8 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from jaxbp.estimators import LogicClassifier, LogicRegressor, columns
+from jaxbp.estimators import LogicClassifier, LogicRegressor
+from jaxbp.logic.tables import columns
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SMALL = dict(gates=60, layers=2, epochs=20, tau=6.0, batch_size=32, learning_rate=0.2, random_state=0)
@@ -46,13 +47,13 @@ def fitted():
 
 
 def rows_in_c(estimator, frame):
-    return columns.matrix("op", frame, estimator.categories_)
+    return columns.matrix(columns.of_frame("op", frame, estimator.categories_), estimator.categories_)
 
 
 def test_a_frame_with_categories_and_missing_values_is_learned(fitted):
     assert fitted.score(TEST, TEST_SAVED) > 0.9
-    assert {"age missing", *(f"port equal to {i}" for i in range(3)), "is_crew above 0.5"} <= set(
-        fitted.quantizer_.describe(FRAME.columns)
+    assert {"age missing", "port equal to 'west'", "is_crew above 0.5"} <= set(
+        fitted.quantizer_.describe(FRAME.columns, fitted.categories_)
     )
 
 
@@ -66,7 +67,8 @@ def test_compiled_c_classifies_raw_rows_as_predict_does(fitted, tmp_path):
 
 def test_the_code_describes_its_inputs(fitted):
     source, module = fitted.to_c(), fitted.to_verilog("ticket")
-    assert "/* LogicClassifier: row[2] is port (0 for 'north', 1 for 'south', 2 for 'west'). */" in source
+    assert "// row[2] is port (0 for 'north', 1 for 'south', 2 for 'west').\n" in source
+    assert "// The classes are 0 for 'lost', 1 for 'saved'.\n" in source
     assert re.search(r"^// x\[\d+\]: age missing$", module, re.MULTILINE) and "module ticket (" in module
 
 
@@ -140,7 +142,7 @@ def test_numbers_are_categories_if_the_user_says_so():
     X = np.random.default_rng(0).integers(0, 5, (200, 2)).astype(float)
     y = np.isin(X[:, 1], [1, 3])
     estimator = LogicClassifier(**SMALL, categorical_features=[1]).fit(X, y)
-    assert [text for text in estimator.quantizer_.describe("ab") if "equal" in text] == [
+    assert [text for text in estimator.quantizer_.describe("ab", {}) if "equal" in text] == [
         f"b equal to {value}" for value in range(5)
     ]
     assert estimator.score(X, y) == 1

@@ -1,13 +1,14 @@
-import ctypes
+import json
 import re
 import shutil
 
 import numpy as np
 import pytest
+from compiled_rows import results_in_c
 from hardened_report import HardenedReport
 
+from experiments import train
 from experiments.data import user_data
-from experiments.training.compiled import load
 from experiments.training.reports.logic import hints
 
 
@@ -38,13 +39,14 @@ def test_the_gates_are_counted(finished):
 
 @pytest.fixture(scope="module")
 def finished_table(gates_run, tmp_path_factory):
-    """The second feature tells the classes apart, and the others are noise. A name would end a comment of C."""
+    """The color or else the number tells the classes apart. A name could end a comment of C."""
     path, random = tmp_path_factory.mktemp("table") / "own.csv", np.random.default_rng(0)
     labels = np.arange(120) % 3
-    rows = zip(
-        random.normal(0, 1, 120), labels + random.uniform(-0.4, 0.4, 120), random.random(120), labels, strict=True
-    )
-    path.write_text("\n".join(["x,b */,c,class", *(",".join(map(str, row)) for row in rows)]))
+    rows = [
+        (x, "" if label < 2 else number, "red" if label else random.choice(["blue", "NA"]), "abc"[label])
+        for x, number, label in zip(random.normal(0, 1, 120), random.random(120), labels, strict=True)
+    ]
+    path.write_text("\n".join(["x,b */,color,class", *(",".join(map(str, row)) for row in rows)]))
     settings = ["--layers", "2", "--gates", "60", "--tau", "2", "--levels", "5", "--epochs", "20", "--batch-size", "8"]
     return *gates_run("logic", "--data", str(path), "--target", "class", *settings), path
 
@@ -61,12 +63,22 @@ class TestReportOfATable(HardenedReport):
 def test_the_c_of_a_table_classifies_its_rows(finished_table, tmp_path):
     _, output, folder, path = finished_table
     code = (folder / "circuit.c").read_text()
-    assert re.match(r"/\* Each input is a bit:\n   0: x > -0\.\d+\n", code) and "\n   5: b __ > " in code
-    library = load(code, shutil.which("cc"), tmp_path)
+    assert re.match(r"// x\[0\]: x above -\d\.\d+\n", code) and "]: b */ missing\n" in code
+    for line in ("row[2] is color (0 for 'blue', 1 for 'red').", "The classes are 0 for 'a', 1 for 'b', 2 for 'c'."):
+        assert f"// {line}\n" in code
     dataset = user_data.read(path, "class")
-    rows = [np.ascontiguousarray(row) for row in dataset.test_images]
-    classes = [library.circuit_classify_row(row.ctypes.data_as(ctypes.c_void_p)) for row in rows]
+    assert np.isnan(dataset.test_images).any()
+    classes = results_in_c(code, dataset.test_images, tmp_path)
     assert f"test accuracy {np.mean(classes == dataset.test_labels):.4f}" == output.splitlines()[-1]
+
+
+def test_a_table_with_other_categories_does_not_resume(finished_table, tmp_path, capsys):
+    _, _, folder, path = finished_table
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["categories"] == [["color", ["blue", "red"]], ["class", ["a", "b", "c"]]]
+    (other := tmp_path / "own.csv").write_text(path.read_text().replace("red", "green"))
+    assert train.main(["--resume", "--run-dir", str(folder), "--epochs", "21", "--data", str(other)]) == 2
+    assert "has the categories (('color', ('blue', 'green'))" in capsys.readouterr().err
 
 
 def test_a_circuit_without_gates_gets_a_hint():

@@ -1,13 +1,16 @@
-"""C source of a quantizer and a circuit."""
+"""C source of a function of a row of numbers, and comments that describe the inputs of a circuit."""
 
 import string
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
-from jaxbp.estimators.quantizer import Quantizer
 from jaxbp.logic.circuits.netlist import BitCircuit
 from jaxbp.logic.circuits.sources import C_WORDS, check_name
+from jaxbp.logic.tables import columns
+from jaxbp.logic.tables.quantizer import Quantizer
 
 _C_ROWS = string.Template(r"""
 typedef struct { uint32_t feature; uint8_t kind; float value; } ${name}_condition;
@@ -23,7 +26,7 @@ static uint32_t ${name}_bit(const ${name}_condition *condition, const float *row
 
 /* The bits of n rows, at most 512: bit k of x[i][w] is condition i of row 32 w + k. */
 static void ${name}_quantize(size_t n, const float *rows, uint32_t *x) {
-  enum { words = ${name}_circuit_block };
+  enum { words = ${circuit}_block };
   for (size_t i = 0; i < $bits * words; i++) x[i] = 0;
   for (size_t j = 0; j < n; j++)
     for (size_t i = 0; i < $bits; i++)
@@ -32,8 +35,8 @@ static void ${name}_quantize(size_t n, const float *rows, uint32_t *x) {
 $result
 /* The results of rows[n][$features]. */
 void ${name}_rows(size_t n, const float *rows, $type *results) {
-  enum { words = ${name}_circuit_block, block = 32 * words };
-  ${name}_circuit_static uint32_t x[($bits + $outputs) * words];
+  enum { words = ${circuit}_block, block = 32 * words };
+  ${circuit}_static uint32_t x[($bits + $outputs) * words];
   for (size_t first = 0; first < n; first += block) {
     const size_t count = n - first < block ? n - first : block;
     ${name}_quantize(count, rows + first * $features, x);
@@ -51,8 +54,8 @@ $type $name(const float *row) {
 
 _C_CLASS = string.Template(r"""
 static void ${name}_results(size_t n, const uint32_t *x, int *results) {
-  int classes[32 * ${name}_circuit_block];
-  ${name}_circuit_classify_words(${name}_circuit_block, x, classes);
+  int classes[32 * ${circuit}_block];
+  ${circuit}_classify_words(${circuit}_block, x, classes);
   for (size_t j = 0; j < n; j++) results[j] = classes[j];
 }
 """)
@@ -62,9 +65,9 @@ _C_VALUE = string.Template(r"""
 static const float ${name}_values[] = {$values};
 
 static void ${name}_results(size_t n, uint32_t *x, float *results) {
-  enum { words = ${name}_circuit_block };
+  enum { words = ${circuit}_block };
   uint32_t *const y = x + $bits * words;
-  ${name}_circuit(words, x, y);
+  ${circuit}(words, x, y);
   for (size_t j = 0; j < n; j++) {
     size_t on = 0;
     for (size_t i = 0; i < $outputs; i++) on += y[i * words + j / 32] >> j % 32 & 1;
@@ -79,26 +82,53 @@ def c_source(
     name: str,
     quantizer: Quantizer,
     circuit: BitCircuit,
-    features: int,
-    classes: int | None,
+    described: Sequence[str],
+    classes: Sequence[Any] | None,
     values: Float32[np.ndarray, " counts"] | None = None,
+    circuit_name: str | None = None,
 ) -> str:
-    """Return C99 source of `name(const float *row)`, which returns a class, or else `values[number of outputs on]`."""
+    """Return C99 source of a function of a row, and of the circuit, whose name is `circuit_name` or `name_circuit`.
+
+    Without `values`, the function is `int name(const float *row)`, which returns the index of a class. With `values`,
+    it is `float name(const float *row)`, which returns `values[number of outputs that are on]`. `described` says what
+    each number of the row is (`columns.describe`).
+    """
+    circuit_name = circuit_name or f"{name}_circuit"
     check_name(op, name, C_WORDS)
-    check_name(op, f"{name}_circuit", C_WORDS)
+    check_name(op, circuit_name, C_WORDS)
     conditions = zip(quantizer.features, quantizer.kinds, map(c_float, quantizer.values.tolist()), strict=True)
-    shared = dict(name=name, bits=len(quantizer), outputs=0 if values is None else circuit.outputs)
+    outputs = 0 if values is None else circuit.outputs
+    shared = dict(name=name, circuit=circuit_name, bits=len(quantizer), outputs=outputs)
     if values is None:
         result = _C_CLASS.substitute(shared)
     else:
         result = _C_VALUE.substitute(shared, values=", ".join(map(c_float, values.tolist())))
-    return circuit.to_c(f"{name}_circuit", classes) + _C_ROWS.substitute(
+    rows = _C_ROWS.substitute(
         shared,
         conditions=",\n".join(f"  {{{feature}, {kind}, {value}}}" for feature, kind, value in conditions),
-        features=features,
+        features=len(described),
         type="int" if values is None else "float",
         result=result,
     )
+    lines = [f"row[{j}] is {text}." for j, text in enumerate(described)]
+    if classes is not None:
+        lines.append(f"The classes are {columns.coded(classes)}.")
+    return comment(lines) + circuit.to_c(circuit_name, None if classes is None else len(classes)) + rows
+
+
+def circuit_comment(
+    quantizer: Quantizer, names: Sequence[Any], categories: Mapping[int, Sequence], outputs: int, groups: int
+) -> str:
+    """Return lines that describe a circuit's inputs and groups of outputs, as a comment of C and of Verilog."""
+    lines = [f"x[{i}]: {condition}" for i, condition in enumerate(quantizer.describe(names, categories))]
+    group = outputs // groups
+    return comment([*lines, f"Group g of the outputs is y[{group} g] to y[{group} g + {group - 1}]."])
+
+
+def comment(lines: Iterable[str]) -> str:
+    """Return lines that do not end with a backslash as a comment of C and of Verilog."""
+    printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    return "".join(f"// {line}\n" for line in printable)
 
 
 def c_float(value: float) -> str:

@@ -5,7 +5,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from jaxbp.estimators import columns
+from jaxbp.logic.tables import columns
 
 TABLE = {
     "size": [1.5, None, 3.0],
@@ -23,29 +23,43 @@ FRAMES = {
 }
 
 
+def fitted(frame):
+    """Return the categories and the rows of a frame."""
+    found = columns.of_frame("op", frame)
+    categories = columns.fit_categories("op", frame.columns, found)
+    return categories, columns.matrix(found, categories)
+
+
 @pytest.mark.parametrize("kind", FRAMES)
 def test_frames_become_numbers(kind):
-    categories = columns.fit_categories("op", FRAMES[kind])
+    categories, rows = fitted(FRAMES[kind])
     assert categories == {3: ["blue", "red"]}
-    np.testing.assert_array_equal(columns.matrix("op", FRAMES[kind], categories), WANTED)
+    np.testing.assert_array_equal(rows, WANTED)
 
 
 def test_numbers_may_be_categories_in_pandas():
-    frame = pd.DataFrame({"a": pd.Categorical([30, 10, None])})
-    categories = columns.fit_categories("op", frame)
+    categories, rows = fitted(pd.DataFrame({"a": pd.Categorical([30, 10, None])}))
     assert categories == {0: [10, 30]}
-    np.testing.assert_array_equal(columns.matrix("op", frame, categories), [[1], [0], [np.nan]])
+    np.testing.assert_array_equal(rows, [[1], [0], [np.nan]])
 
 
 def test_an_unknown_category_is_no_category():
-    assert columns.matrix("op", pl.DataFrame({"a": ["new", "old"]}), {0: ["old"]}).tolist() == [[-1], [0]]
+    frame = pl.DataFrame({"a": ["new", "old", None]})
+    rows = columns.matrix(columns.of_frame("op", frame, {0}), {0: ["old"]})
+    np.testing.assert_array_equal(rows, [[-1], [0], [np.nan]])
+
+
+def test_the_numbers_of_a_row_are_described():
+    assert columns.describe(["a", "b"], {1: ["x", "y"]}) == ["a", "b (0 for 'x', 1 for 'y')"]
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame])
 def test_columns_without_a_meaning_as_numbers_are_refused(frame):
     dates = frame({"day": [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 2)]})
     with pytest.raises(TypeError, match=r"op: the column 'day' has dtype .*; wants numbers, booleans, or categories"):
-        columns.matrix("op", dates, columns.fit_categories("op", dates))
+        columns.of_frame("op", dates)
     names = frame({"name": [f"name {i}" for i in range(300)]})
     with pytest.raises(ValueError, match="op: the column 'name' has 300 categories; wants at most 255"):
-        columns.fit_categories("op", names)
+        fitted(names)
+    with pytest.raises(ValueError, match="op: X has no columns; wants at least one"):
+        columns.of_frame("op", frame({}))

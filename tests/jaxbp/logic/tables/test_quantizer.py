@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxbp.estimators.quantizer import Quantizer, quantiles
+from jaxbp.logic.tables.quantizer import Quantizer, quantiles
 
 NAN = np.float32(np.nan)
 ROWS = np.array([[1, 0, 5], [2, 1, NAN], [3, 7, 5], [4, 1, NAN]], np.float32)
@@ -36,7 +36,8 @@ def test_a_threshold_lies_between_neighboring_floats():
 
 def test_bits_are_thresholds_categories_and_missing_values():
     quantizer = Quantizer.of_tables("op", ROWS, np.ones(4), 1, {1})
-    assert quantizer.describe(["a", "b", "c"]) == ["a above 2.5", *(f"b equal to {v}" for v in (0, 1, 7)), "c missing"]
+    assert quantizer.describe("abc", {}) == ["a above 2.5", *(f"b equal to {v}" for v in (0, 1, 7)), "c missing"]
+    assert quantizer.describe("abc", {1: "pqrstuvw"})[3] == "b equal to 'w'"
     bits = quantizer(ROWS).astype(int).tolist()
     assert bits == [[0, 1, 0, 0, 0], [0, 0, 1, 0, 1], [1, 0, 0, 1, 0], [1, 0, 1, 0, 1]]
     assert quantizer(np.float32([[NAN, 5, 1e30]])).any() == False  # noqa: E712

@@ -1,12 +1,13 @@
 """Bits of rows of numbers: comparisons with thresholds, categories, and missing values."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, UInt8
 
-from jaxbp.estimators.columns import MAX_CATEGORIES
+from jaxbp.logic.tables.columns import MAX_CATEGORIES
 
 ABOVE, EQUAL, MISSING = range(3)
 CONDITIONS = ("above {value}", "equal to {value}", "missing")
@@ -86,12 +87,15 @@ class Quantizer:
             bits[:, at] = function(rows[:, self.features[at]], self.values[at])
         return bits
 
-    def describe(self, names: Sequence[str]) -> list[str]:
-        """Return one condition per bit, such as "age above 30.5"."""
-        return [
-            f"{names[feature]} {CONDITIONS[kind].format(value=f'{value:.9g}')}"
-            for kind, feature, value in zip(self.kinds, self.features, self.values.tolist(), strict=True)
-        ]
+    def describe(self, names: Sequence[Any], categories: Mapping[int, Sequence]) -> list[str]:
+        """Return one condition per bit, such as "age above 30.5". If `categories` has an entry for a feature, the
+        feature's values are indices of categories: "port equal to 'south'"."""
+        described = []
+        for kind, feature, value in zip(self.kinds.tolist(), self.features.tolist(), self.values.tolist(), strict=True):
+            is_category = kind == EQUAL and feature in categories
+            shown = repr(categories[feature][int(value)]) if is_category else f"{value:.9g}"
+            described.append(f"{names[feature]} {CONDITIONS[kind].format(value=shown)}")
+        return described
 
 
 def quantiles(
