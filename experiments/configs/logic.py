@@ -28,6 +28,7 @@ from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import user_data
 from experiments.data.datasets import Dataset, DatasetName
+from jaxbp.logic.networks.logic_conv import halving_convolutions
 from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, LogicNetwork, image_thermometer, thermometer
 
@@ -258,13 +259,11 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 def architecture_for(shape: tuple[int, int, int]) -> Architecture:
     """Return convolutions that halve the height and width of images until both are below 4, and layers of gates."""
-    convolutions, channels, (_, height, width) = [], 1, shape
-    while not convolutions or max(height, width) >= 4:
-        pool = tuple(2 if side >= 4 else 1 for side in (height, width))
-        convolutions.append(LogicConvolution(channels, 3, padding=1, pool=pool))
-        height, width, values = height // pool[0], width // pool[1], channels
-        channels = min(4 * channels, 32)
-    width = min(max(8 * values * height * width, 80), 1280)
+    _, height, width = shape
+    convolutions = halving_convolutions(height, width, 1, 32)
+    for convolution in convolutions:
+        height, width = height // convolution.pool[0], width // convolution.pool[1]
+    width = min(max(8 * convolutions[-1].kernels * height * width, 80), 1280)
     return Architecture(convolutions, (width, width // 2, width // 4), {})
 
 

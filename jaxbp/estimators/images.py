@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxbp.estimators.tables import Classifier
 from jaxbp.estimators.training import Network
 from jaxbp.logic.circuits.convolutional_circuit import image_shape
-from jaxbp.logic.networks.logic_conv import LogicConvolution
+from jaxbp.logic.networks.logic_conv import LogicConvolution, halving_convolutions
 from jaxbp.logic.tables.quantizer import Quantizer
 
 
@@ -27,13 +27,17 @@ class LogicConvClassifier(Classifier):
 
     image_shape: Sequence[int]
     """(height, width), or (channels, height, width)."""
-    convolutions: Sequence[LogicConvolution] = (LogicConvolution(128, 3, padding=1, pool=2),)
-    """The convolutions. A `LogicNetwork` follows them."""
+    convolutions: Sequence[LogicConvolution] | None = None
+    """The convolutions. A `LogicNetwork` follows them. None: convolutions that halve the images until their height and
+    width are below 4. The first has 128 kernels for images of fewer than 256 pixels, else 32. Each of the others has
+    four times as many kernels as the one before it, at most 512."""
     gates: int = 400
     layers: int = 2
     """Number of layers of gates after the convolutions."""
     thresholds: int = 7
     """Largest number of thresholds per channel."""
+    tau: float = 10.0
+    """Divisor of the scores, as in `LogicClassifier`."""
 
     _allows_nan = False
 
@@ -61,8 +65,10 @@ class LogicConvClassifier(Classifier):
     def network(self, groups):
         _, height, width = self._shape
         shape = (len(self.quantizer_) // (height * width), height, width)
-        last = groups * self.gates
-        return Network(len(self.quantizer_), (last,) * self.layers, groups, shape, tuple(self.convolutions))
+        convolutions, last = self.convolutions, groups * self.gates
+        if convolutions is None:
+            convolutions = halving_convolutions(height, width, 128 if height * width < 256 else 32, 512)
+        return Network(len(self.quantizer_), (last,) * self.layers, groups, shape, tuple(convolutions))
 
     def network_bits(self, bits):
         _, height, width = self._shape

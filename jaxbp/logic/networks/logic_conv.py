@@ -76,6 +76,21 @@ class LogicConvolution(NamedTuple):
     depth: int = 3
 
 
+def halving_convolutions(height: int, width: int, kernels: int, most_kernels: int) -> list[LogicConvolution]:
+    """Return convolutions with or-pools that halve images until their height and width are below 4.
+
+    The first convolution has `kernels` kernels. Each of the others has four times as many as the one before it, up to
+    `most_kernels`.
+    """
+    convolutions = []
+    while not convolutions or max(height, width) >= 4:
+        pool = tuple(2 if side >= 4 else 1 for side in (height, width))
+        convolutions.append(LogicConvolution(kernels, 3, padding=1, pool=pool))
+        height, width = height // pool[0], width // pool[1]
+        kernels = min(4 * kernels, most_kernels)
+    return convolutions
+
+
 class LogicConvNetwork(nnx.Module):
     """Convolutions of gates with or-pools, followed by a `LogicNetwork` that reads all values of the last convolution.
 

@@ -20,6 +20,8 @@ def is_frame(X: Any) -> bool:
 def of_frame(op: str, X: Any, categorical: Collection[int] | None = None) -> list[np.ndarray]:
     """Return the columns of a pandas or polars frame. By default, the columns that contain neither numbers nor booleans
     are categories."""
+    if hasattr(X, "collect"):
+        raise TypeError(f"{op}: X is a {type(X).__name__}; wants the frame that X.collect() returns")
     if not len(X.columns):
         raise ValueError(f"{op}: X has no columns; wants at least one")
     columns = []

@@ -142,15 +142,6 @@ def test_settings_that_no_convolutional_run_can_have_are_refused(field, value, w
         LogicConvConfig(**{field: value})
 
 
-def test_the_network_for_own_images_halves_them_until_they_are_small():
-    def sizes(*shape):
-        return [(c.kernels, c.pool) for c in logic.architecture_for(shape).convolutions]
-
-    assert sizes(3, 3, 2) == [(1, (1, 1))]
-    assert sizes(1, 8, 3) == [(1, (2, 1)), (4, (2, 1))]
-    assert sizes(3, 64, 32) == [(1, (2, 2)), (4, (2, 2)), (16, (2, 2)), (32, (2, 2)), (32, (2, 1))]
-
-
 @pytest.mark.parametrize("shape", [(1, 3, 3), (3, 9, 20)])
 def test_own_images_of_every_size_have_a_network(tmp_path, shape):
     images, labels = np.random.default_rng(0).random((60, *shape), np.float32), np.arange(60) % 7

@@ -44,6 +44,15 @@ def test_images_are_learned_and_compiled_c_agrees(tmp_path):
     assert "module circuit (" in estimator.to_verilog()
 
 
+@pytest.mark.parametrize(("shape", "kernels"), [((8, 8), [128, 512]), ((3, 28, 20), [32, 128, 512])])
+def test_by_default_the_convolutions_depend_on_the_size_of_the_images(shape, kernels):
+    estimator = LogicConvClassifier(image_shape=shape)
+    estimator.quantizer_ = range(7 * np.prod(shape))
+    network = estimator.network(10)
+    assert [convolution.kernels for convolution in network.convolutions] == kernels
+    assert network.image == (7 * np.prod(shape[:-2], dtype=int), *shape[-2:]) and network.widths == (4000, 4000)
+
+
 def test_rows_of_another_size_are_refused():
     X, y = bars(20)
     for shape, wanted in (((6, 6), "wants 36"), ((3, 6, 6), "wants 108")):

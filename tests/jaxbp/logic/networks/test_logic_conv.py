@@ -9,6 +9,7 @@ from flax import nnx
 import jaxbp
 from jaxbp import TreeWires
 from jaxbp.logic.gates import PARAMETERS
+from jaxbp.logic.networks.logic_conv import halving_convolutions
 from jaxbp.nn import LogicConv2d, LogicConvNetwork, LogicConvolution, image_thermometer
 
 WIRES = TreeWires.random(3, 4, 2, depth=2, seed=0)
@@ -31,6 +32,15 @@ def test_a_thermometer_of_images_has_a_channel_a_threshold():
     for channel in range(3):
         assert (y[:, 2 * channel] == (x[:, channel] > 0.25)).all()
         assert (y[:, 2 * channel + 1] == (x[:, channel] > 0.5)).all()
+
+
+def test_convolutions_halve_images_until_they_are_small():
+    def sizes(*shape):
+        return [(c.kernels, c.pool) for c in halving_convolutions(*shape, 1, 32)]
+
+    assert sizes(3, 2) == [(1, (1, 1))]
+    assert sizes(8, 3) == [(1, (2, 1)), (4, (2, 1))]
+    assert sizes(64, 32) == [(1, (2, 2)), (4, (2, 2)), (16, (2, 2)), (32, (2, 2)), (32, (2, 1))]
 
 
 @pytest.mark.parametrize("pool", [None, 2])

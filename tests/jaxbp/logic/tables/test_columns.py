@@ -63,3 +63,8 @@ def test_columns_without_a_meaning_as_numbers_are_refused(frame):
         fitted(names)
     with pytest.raises(ValueError, match="op: X has no columns; wants at least one"):
         columns.of_frame("op", frame({}))
+
+
+def test_a_lazy_frame_is_refused():
+    with pytest.raises(TypeError, match=r"op: X is a LazyFrame; wants the frame that X.collect\(\) returns"):
+        columns.of_frame("op", pl.LazyFrame({"a": [1]}))
