@@ -88,6 +88,13 @@ class LogicEstimator(BaseEstimator):
         comment = circuit_comment(self.quantizer_, names, self.categories_, outputs, self.groups_)
         return comment + self.circuit_.to_verilog(name)
 
+    def to_verilog_testbench(self, X: Any, name: str = "circuit") -> str:
+        """Return a Verilog module `{name}_test`, which compares the module of `to_verilog(name)` with the circuit for
+        the rows X, and prints "PASS: 9 samples", or each row whose outputs differ."""
+        check_is_fitted(self)
+        bits = self.quantizer_(self._rows(X))
+        return self.circuit_.to_verilog_testbench(bits.reshape(len(bits), *self.circuit_.shape), name)
+
     def network(self, groups: int) -> Network:
         raise NotImplementedError
 

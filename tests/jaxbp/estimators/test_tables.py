@@ -16,6 +16,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from verilog import needs_icarus, run_in_icarus
 
 from jaxbp.estimators import LogicClassifier, LogicRegressor
 from jaxbp.logic.tables import columns
@@ -70,6 +71,12 @@ def test_the_code_describes_its_inputs(fitted):
     assert "// row[2] is port (0 for 'north', 1 for 'south', 2 for 'west').\n" in source
     assert "// The classes are 0 for 'lost', 1 for 'saved'.\n" in source
     assert re.search(r"^// x\[\d+\]: age missing$", module, re.MULTILINE) and "module ticket (" in module
+
+
+@needs_icarus
+def test_the_test_bench_in_verilog_passes_for_rows(fitted, tmp_path):
+    source = fitted.to_verilog("ticket") + fitted.to_verilog_testbench(TEST[:9], "ticket")
+    assert run_in_icarus(source, tmp_path) == ["PASS:", "9", "samples"]
 
 
 def test_probabilities_are_the_softmax_of_the_counts_of_outputs(fitted):
