@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
+from jaxbp.logic.circuits import truth_tables
 from jaxbp.logic.circuits.bits import WORD_BITS, booleans, pack_bits, unpack_bits
 from jaxbp.logic.circuits.sources import (
     C_WORDS,
@@ -29,8 +30,8 @@ FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for exp
 GATES_AT_A_TIME = 4096
 """The approximate number of gates per block of outputs. Their values should fit into the CPU's cache."""
 SAMPLES_AT_A_TIME = 32 * WORD_BITS
-TABULATED_LEAVES = 10
-_LEAF = np.array([False, True])
+TABULATED_LEAVES = truth_tables.MOST_VARIABLES
+_INPUT = (0,)
 
 
 class BitCircuit(ByContent):
@@ -318,23 +319,21 @@ class _Builder:
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
         # node -> variables (leaves) of its truth table, and the table. A node with too many leaves is its only leaf.
-        self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
-        self.node_of: dict[Any, int] = {
-            (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
-        }
-        self.node_of[(), bytes(1)] = 0
+        self.tables = {node: ((node,), truth_tables.IDENTITY) for node in range(1, 1 + inputs)}
+        self.node_of: dict[Any, int] = {table: node for node, table in self.tables.items()}
+        self.node_of[(), 0] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
         """Return the literal (node or inverted node) that equals `function` of the literals a and b. Add a gate if no
         such literal exists."""
-        nodes = {a >> 1, b >> 1} - {0}
-        sources = {node: self._sources(node) for node in nodes}
+        first, second = sorted((a >> 1, b >> 1))
         # Replace nodes by the nodes that they read, if at most two nodes remain.
-        choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
-        leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
-        first, second, *_ = [*sorted(leaves), 0, 0]
+        below = self._sources(second)
+        is_replaced = 0 < first < second and len(below) == 2 and (first in below or below == self._sources(first))
+        if is_replaced:
+            first, second = below
         function = FUNCTIONS[function](self._function(a, first, second), self._function(b, first, second)) & 15
-        if leaves != nodes:
+        if is_replaced:
             return self.literal(function, 2 * first, 2 * second)
         inverted = function >> 3
         if function >> 2 == function & 3:  # does not depend on the first literal
@@ -345,8 +344,8 @@ class _Builder:
             return 2 * (first or second) + inverted
         return 2 * self._node((function ^ 15 * inverted, first, second)) + inverted
 
-    def _sources(self, node: int) -> set[int]:
-        return set(self.gates[node][1:]) if node in self.gates else {node}
+    def _sources(self, node: int) -> tuple[int, ...]:
+        return self.gates.get(node, _INPUT)[1:]
 
     def _function(self, literal: int, first: int, second: int) -> int:
         """Return the number of the function, 0 to 15, by which a literal (node or inverted node) depends on the nodes
@@ -360,26 +359,20 @@ class _Builder:
     def _node(self, gate: tuple[int, int, int]) -> int:
         if gate not in self.node_of:
             new = 1 + self.inputs + len(self.gates)
-            leaves, table = self._table(gate) or ((new,), _LEAF)
-            node = self.node_of[gate] = self.node_of.setdefault((leaves, table.tobytes()), new)
+            table = self._table(gate) or ((new,), truth_tables.IDENTITY)
+            node = self.node_of[gate] = self.node_of.setdefault(table, new)
             if node == new:
-                self.gates[node], self.tables[node] = gate, (leaves, table)
+                self.gates[node], self.tables[node] = gate, table
         return self.node_of[gate]
 
-    def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        function, *nodes = gate
-        leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
+    def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], int] | None:
+        function, first, second = gate
+        tables = self.tables[first], self.tables[second]
+        leaves = sorted({*tables[0][0], *tables[1][0]})
         if len(leaves) > TABULATED_LEAVES:
             return None
-        table = FUNCTIONS[function](
-            *(self.tables[node][1].reshape([1 + (leaf in self.tables[node][0]) for leaf in leaves]) for node in nodes)
-        )
-        for axis in reversed(range(len(leaves))):
-            zero, one = np.moveaxis(table, axis, 0)
-            if np.array_equal(zero, one):
-                table = zero
-                del leaves[axis]
-        return tuple(leaves), table
+        a, b = (truth_tables.widened(table, variables, leaves) for variables, table in tables)
+        return truth_tables.reduced(FUNCTIONS[function](a, b) & (1 << (1 << len(leaves))) - 1, leaves)
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
