@@ -288,6 +288,8 @@ def _checked_classes(
         wanted = "at least two classes, numbered from 0 without a gap, or classes, their number"
         came = reprlib.repr(present.tolist() if names is None else names)
         raise UserError(f"{path} has training examples of the classes {came}; wants {wanted}")
+    if names is not None and classes not in (None, len(names)):
+        raise UserError(f"classes is {classes}; wants None or {len(names)}, the number of classes in {path}")
     classes = classes or len(present)
     for labels in y:
         if wrong := [label for label in np.unique(labels).tolist() if not 0 <= label < classes]:

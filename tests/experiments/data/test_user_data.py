@@ -139,6 +139,8 @@ def test_text_becomes_categories_and_empty_cells_become_missing_values(tmp_path)
     wanted = [(1.5, 1, 0, 1), (nan, 0, 1, 0), (nan, nan, 0, 0), (nan, 1, 1, 1), (-2, 0, 2, 1), (3, nan, 0, 0)]
     order = lambda rows: sorted(map(str, np.float32(rows).tolist()))  # noqa: E731
     assert order(np.column_stack([rows, labels])) == order(wanted)
+    with pytest.raises(UserError, match="classes is 3; wants None or 2, the number of classes in"):
+        read(tmp_path / "table.csv", "class", 3)
 
 
 def test_the_bits_of_a_table_are_thresholds_categories_and_missing_values(tmp_path):
