@@ -46,6 +46,7 @@ class _Axis:
     def __init__(self, size: Any, side: int):
         self.size, self.side, self.count = size, side, -(-size // side)
         self.is_even = not is_symbolic_dim(size) and size % side == 0
+        self.is_one = not is_symbolic_dim(self.count) and self.count == 1
 
     def padded(self, a: Array | None, axis: int) -> Array | None:
         if a is None or self.is_even or a.shape[axis] == 1:
@@ -171,12 +172,14 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options):
             return delta + jnp.sum(p * dp, axis=3)
 
         # `dy * y` would equal this sum, but its rounding errors are others, and remain where p is nearly 1.
-        delta = tiles.over_columns(i, add_delta, delta)
+        one_tile = tiles.columns.is_one
+        delta = delta if one_tile else tiles.over_columns(i, add_delta, delta)
 
         def step(j, state):
             dq, dk, dv, dbias = state
             k, v, p, dp, slope = tile(j)
-            ds = p * (dp - delta[..., None])
+            total = delta + jnp.sum(p * dp, axis=3) if one_tile else delta
+            ds = p * (dp - total[..., None])
             dz = ds * slope
             dq += weighted_values(dz, k)
             dk = _add_block(tiles.columns, dk, weighted_queries(dz, q, k), j)
