@@ -31,6 +31,8 @@ def make(module, name, *arguments, seed=1, **options):
     rngs = {} if name == "PReLU" else {"rngs": nnx.Rngs(seed)}
     if name.startswith("LoRA"):  # by default, lora_b is 0, and so is the gradient of lora_a
         options = {"b_initializer": nnx.initializers.normal()} | options
+    if name == "MultiHeadAttention":  # the gradient of the keys' bias is 0, up to rounding
+        options = {"decode": False, "use_bias": False} | options
     if name == "LoRALinear":
         options = {"lora_rank": 2} | options
     return getattr(module, name)(*(arguments or LAYERS[name][0]), **rngs, **options)
