@@ -109,7 +109,8 @@ class ImageConfig(TrainingConfig):
         return RECIPES[dataset]._asdict()
 
     def data_settings(self, dataset: Dataset) -> dict[str, Any]:
-        """Return the settings that `data` determines. A saved run has them, and takes only data with equal settings."""
+        """Return the settings that the data determine. A saved run keeps them, and resumes only with data that have
+        equal settings."""
         return {"shape": dataset.train_images.shape[1:], "classes": dataset.classes}
 
     def load(self) -> Dataset:

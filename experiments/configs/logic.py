@@ -258,7 +258,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 
 def architecture_for(shape: tuple[int, int, int]) -> Architecture:
-    """Return convolutions that halve the height and width of images until both are below 4, and layers of gates."""
+    """Return layers of gates after convolutions, which halve the height and width of images until both are below 4."""
     _, height, width = shape
     convolutions = halving_convolutions(height, width, 1, 32)
     for convolution in convolutions:

@@ -117,7 +117,7 @@ def load(
 
     Raises:
       UserError: for an unknown name, a file with a wrong header, size, or label, or a damaged gzip file. In an unzipped
-        file, other pixels and labels are not noticed.
+        file, changed pixels and labels are not noticed.
       FileNotFoundError: if a file is missing and cannot be downloaded.
     """
     if name == "digits":

@@ -39,13 +39,13 @@ def read(
     """Read a data set whose inputs are images, or rows `(examples, features)` of a table.
 
     If the file has no test set, a fifth of the examples of each class become the test set. In tables, a missing value
-    is NaN, and text is the index of a category.
+    is NaN, and text becomes the index of its category.
 
     Args:
       path: a file whose name ends in one of the `suffixes`.
       target: the column of a CSV file with the labels.
       classes: the number of classes. None: one more than the largest label, and every class needs a training example.
-      categorical: the columns of a CSV file whose numbers are text.
+      categorical: the columns of a CSV file whose numbers are read as text.
 
     Raises:
       UserError: the file has other content than docs/own_data.md describes.
@@ -245,7 +245,7 @@ def _refuse(path: Path, line: int, column: str, cell: str, wanted: str) -> NoRet
 def _labels_of_rows(
     path: Path, target: str, column: np.ndarray, cells: Sequence[str], lines: Sequence[int]
 ) -> tuple[np.ndarray, list[str] | None]:
-    """Return the numbers of the classes, and the names of the classes if they are text."""
+    """Return the index of each row's class, and the names of the classes if the labels are text."""
     for value, cell, line in zip(column, cells, lines, strict=True):
         if value is None or value != value:
             _refuse(path, line, target, cell, "a class")

@@ -212,7 +212,7 @@ class LogicRegressor(RegressorMixin, TableEstimator):
         return self._train(rows, y, weights, first=first, once=True)
 
     def predict_hard(self, X: Any) -> Float[np.ndarray, " rows"]:
-        """Return the prediction for each row, as the function of `to_c` does."""
+        """Return the prediction for each row. The C function in the source of `to_c` returns the same."""
         counts = self.counts(X)[:, 0]
         return self.values_[counts]
 

@@ -73,14 +73,15 @@ class Examples(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A network, its initial state, and its compiled epoch `(state, inputs, targets, key, epoch, settings)`."""
+    """A network, its initial state, and a compiled function that trains it for one epoch, `(state, inputs, targets,
+    key, epoch, settings)`."""
 
     model: nnx.Module
     state: TrainState
     train_epoch: Callable
 
     def restored(self, leaves: Sequence[np.ndarray] | None) -> TrainState:
-        """Return a state that training may overwrite, by default the initial state."""
+        """Return a state that training may overwrite, with these `leaves`, or the initial state if they are None."""
         leaves = jax.tree.leaves(self.state) if leaves is None else leaves
         return jax.tree.unflatten(jax.tree.structure(self.state), [jnp.array(leaf) for leaf in leaves])
 

@@ -59,7 +59,8 @@ class LinearSoftmaxCrossEntropy(Linear):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def loss(self, inputs: Any, labels: Any, *, where: Any = None) -> Array:
-        """Return the loss for inputs `(..., in_features)`, in float32 or the wider dtype of the computation.
+        """Return the loss for inputs `(..., in_features)`, in float32, or in the dtype of the computation if it is
+        wider.
 
         `labels`, `where`, and the errors are as in `jaxbp.linear_softmax_cross_entropy`.
         """

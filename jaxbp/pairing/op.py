@@ -82,8 +82,8 @@ class Op(Generic[P, R]):
         key None if there is one, else the one that `default` names. Options are static and hashable.
       unsupported: a function of `(*arrays, **options)` that returns why "pallas" does not support them, or None.
       default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
-      partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not, a mesh excludes the
-        kernel from `implementation=None`.
+      partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not,
+        `implementation=None` does not select the kernel on a mesh.
       sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results are sharded like this
         function's results. By default, they are sharded as with `implementation="autodiff"`.
       jit: whether to compile each call outside of transformations, which saves time on the host. The implementations

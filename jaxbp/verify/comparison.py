@@ -46,7 +46,7 @@ class Difference:
       absolute: the largest difference of an element; infinite if an element is NaN in only one array.
       relative: `‖a - reference‖ / ‖reference‖`.
       mistakes: the number of elements that rounding does not explain.
-      worst: the element that exceeds the allowed difference most, its number, and the expected number, if any.
+      worst: index, value, and expected value of the element that exceeds the allowed difference most, or None.
     """
 
     kind: str

@@ -63,7 +63,8 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, *, scale, softcap=
 
 
 def _axes(q, keys, bias, tile):
-    """Return the numbers of examples, heads, tiles of queries, and tiles of keys that are summed, and that are not."""
+    """Return two tuples of the numbers of examples, heads, tiles of queries, and tiles of keys. The first one has the
+    numbers that the gradient sums over, else 1, and the second one the others."""
     batch, queries, heads, _ = q
     sizes = batch, heads, -(-queries // tile[0]), -(-keys // tile[1])
     broadcasts = [size == 1 for size in bias]

@@ -85,9 +85,9 @@ def backward_keys(
       q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
       do: gradient with respect to o, in the shape and dtype of q.
       lse: `(batch, heads, queries)`, from the forward.
-      delta: float32 `(batch, heads, queries)`, the sum of o do over the dimension, minus the gradient with respect to
-        lse.
-      visits: `visited_tiles(masks, keys, config.tile)[1]`, with the tile of the plan.
+      delta: float32 `(batch, heads, queries)`, the sum of `o * do` over the head dimension, minus the gradient with
+        respect to lse.
+      visits: `visited_tiles(masks, keys, config.tile)[1]`, with the number of keys and this function's `config`.
     """
     batch, keys, heads, head = k.shape
     group = q.shape[2] // heads

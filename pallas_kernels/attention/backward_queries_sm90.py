@@ -38,8 +38,8 @@ _CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 queries and `keys` keys, and `buffers` that hold tiles of values and keys in turn. With
-    `values_first`, the products of values start first, and release their buffer before the scores are complete."""
+    """Tiles of 128 queries and `keys` keys. Tiles of values and of keys alternate in a ring of `buffers`. With
+    `values_first`, the products of do and the values start before the scores, and release their buffer earlier."""
 
     keys: int = 128
     buffers: int = 4
@@ -79,7 +79,7 @@ def backward_queries(
     Args:
       q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
       do, lse, delta: as in `backward_keys_sm90.backward_keys`.
-      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the tile of the plan.
+      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the number of keys and this function's `config`.
     """
     batch, queries, heads, head = q.shape
     group = heads // k.shape[2]

@@ -80,7 +80,7 @@ def forward(
       q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 32, 64, 128, or 256.
       k, v: `(batch, keys, key heads, dimension)`. Consecutive query heads share a key head.
       masks: which keys each query attends to, and the bias.
-      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the tile of the plan.
+      visits: `visited_tiles(masks, keys, config.tile)[0]`, with the number of keys and this function's `config`.
       scale: factor of the scores, positive.
       softcap: c in `c tanh(s / c)`, or None.
     """

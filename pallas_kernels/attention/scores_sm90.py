@@ -31,7 +31,7 @@ _TILE_ROWS = 8
 class Tile:
     """A tile of scores of shape `(queries, keys)`, or `(keys, queries)` if `query_axis` is 1.
 
-    Before a loop over the tiles of the same queries, `with_queries` loads what all of them need.
+    Before a loop over tiles of the same queries, `with_queries` loads the intervals and segments of these queries.
     """
 
     batch: Any
@@ -46,7 +46,7 @@ class Tile:
         return dataclasses.replace(self, loaded=self.queries(masks))
 
     def queries(self, masks: Masks) -> list[Array | None]:
-        """Return the first key, the end, and the segment of each query of the tile."""
+        """Return three vectors: the first valid key, the end of the valid keys, and the segment of each query."""
         if self.loaded is not None:
             return self.loaded
         return [None if a is None else self._load(a, self.query, self.query_axis) for a in masks[:3]]

@@ -66,7 +66,8 @@ def intervals(
 
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:
-    """Return the visits of each tile of queries, and of each tile of keys, for tiles `(queries, keys)`."""
+    """Return which tiles of keys each tile of queries visits, and the other way round. A tile has `tile` queries and
+    keys."""
     visited, full = tiles_with_pairs(masks, keys, tile)
     return listed(visited, full), listed(visited.swapaxes(1, 2), full.swapaxes(1, 2))
 
@@ -107,7 +108,8 @@ def _extreme(reduce, values, size, padding):
 
 
 def listed(visited: Array, full: Array) -> Visits:
-    """Return the visits of each row of tiles, given the booleans `(batch, rows, tiles)` of `tiles_with_pairs`."""
+    """Return the tiles to visit in each row of tiles, given the booleans `(batch, rows, tiles)` of
+    `tiles_with_pairs`."""
     order = jnp.argsort(~visited, axis=2, stable=True).astype(jnp.int32)
     masked = jnp.take_along_axis(~full, order, axis=2).astype(jnp.int32)
     return Visits(2 * order + masked, jnp.sum(visited, axis=2, dtype=jnp.int32))

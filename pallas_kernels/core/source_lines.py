@@ -58,7 +58,8 @@ class RuleLines:
 
 
 class _InRules(SourceInfo):
-    """The source of the operation whose rule JAX traces, and the depth of the stack below this rule."""
+    """The source line of an operation while JAX traces the operation's lowering rule, and the depth of the stack at its
+    start."""
 
     __slots__ = ["_depth", "_lines", "_outer"]
 

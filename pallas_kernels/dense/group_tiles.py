@@ -14,7 +14,7 @@ class RowTiles(NamedTuple):
     """Tiles of consecutive rows. Each has rows of one group, or rows without a group.
 
     Attributes:
-      group: int32 `(tiles,)`, the tile's group. A tile without a group has any number.
+      group: int32 `(tiles,)`, the tile's group. For a tile without a group, it is arbitrary.
       row: int32 `(tiles,)`, the tile's first row, which may precede the group.
       start, end: int32 `(tiles,)`, the range of rows of the group.
       counts: int32 `(2,)`, the number of tiles with a group, which come first, and of all tiles that have rows.
@@ -28,7 +28,7 @@ class RowTiles(NamedTuple):
 
 
 def group_ranges(group_sizes: Array, rows: int) -> Array:
-    """Return int32 `(groups, 2)`, the first row and the end of each group. Groups end at `rows`."""
+    """Return int32 `(groups, 2)`, the first row and the end of each group. No group extends beyond `rows`."""
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows).astype(jnp.int32)
     return jnp.stack([jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends], axis=1)
 

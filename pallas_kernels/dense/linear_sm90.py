@@ -142,8 +142,8 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
 
 
 def _multiply(left, right, bias=None, *, transposed, dtype, row_sums=False, name, config):
-    """Return the products `(batch, rows, columns)` in `dtype`, plus the bias, and if `row_sums`, float32 sums of the
-    rows of `left`, `(rows,)`. The operands are those of `multiply`, and the bias is `(columns,)`."""
+    """Return the products plus the bias, `(batch, rows, columns)` in `dtype`. If `row_sums`, also return the sum of
+    each row of `left`, float32 `(rows,)`. The operands are as in `multiply`, and the bias is `(columns,)`."""
     batch, _, columns, _ = sizes(left, right, transposed)
     check_divides(name, "raster", config.raster or 1, -(-columns // config.columns))
     out, sums = multiply(

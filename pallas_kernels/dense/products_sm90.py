@@ -100,7 +100,7 @@ def squared(config: Config, columns: int) -> Config:
 
 
 def microseconds(config: Config, tiles: int, steps: float) -> float:
-    """Estimate the time of `tiles` tiles with an average number of `steps`."""
+    """Estimate the time of `tiles` tiles, which have `steps` steps on average."""
     turns = -(-tiles // device.target().multiprocessors)
     return turns * (steps * _STEP_MICROSECONDS[config.columns] + _EPILOGUE_MICROSECONDS[config.consumers])
 
@@ -115,7 +115,7 @@ def unsupported(left: Any, right: Any, config: Config, dtypes: tuple = (jnp.bflo
 
 
 def sizes(a: Any, b: Any, transposed: tuple[bool, bool]) -> tuple[int, int, int, int]:
-    """Return the batch, rows, columns, and summed elements of the product of a and b."""
+    """Return four sizes of the product of a and b: batch, rows, columns, and summed axis."""
     rows, summed = a.shape[:-3:-1] if transposed[0] else a.shape[-2:]
     return max(math.prod(x.shape[:-2]) for x in (a, b)), rows, b.shape[-2 if transposed[1] else -1], summed
 

@@ -248,7 +248,7 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return [warpgroup & (_WARPGROUPS - 1)] if part.is_shared else range(config.slices)
 
         def divided(part):
-            """Run the decorated function with the list of the slices that this warpgroup computes, if any."""
+            """Run the decorated function with the list of the slices of cells that this warpgroup computes."""
             if part.is_alone and not part.is_shared:
                 return lambda function: pl.when(warpgroup == 0)(functools.partial(function, range(config.slices)))
             return lambda function: function(own_slices(part))

@@ -106,7 +106,7 @@ class BitCircuit(ByContent):
         return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
 
     def to_verilog_testbench(self, bits: Bool[np.ndarray, "samples *shape"], name: str = "circuit") -> str:
-        """Return a Verilog module `{name}_test`, which tests the module of `to_verilog(name)`, which has no clock.
+        """Return a Verilog module `{name}_test`, for the module of `to_verilog(name)`, which has no clock.
 
         The simulation compares the module's outputs with this circuit's outputs for these samples. It prints each
         sample whose outputs differ, then "PASS: 9 samples", or "FAIL: 1 of 9 samples".
@@ -228,8 +228,8 @@ class Netlist(BitCircuit):
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same function with fewer gates.
 
-        - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
-          the two sources of another gate reads these sources directly.
+        - Constants, pass-throughs, and inverters become part of the gates that read them. If a gate depends only on the
+          two sources of another gate, it then reads these sources directly.
         - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources.
         - Gates become one gate if their truth tables are equal. The tables' variables are up to ten inputs or gates.
         - Gates on which no output depends are removed.
@@ -412,8 +412,8 @@ def _runs(*keys: np.ndarray) -> list[np.ndarray]:
 def _checked(
     inputs: Any, gates: Any, a: Any, b: Any, outputs: Any, begins: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arguments as integers. Each gate comes after the gates that it reads. `begins` has, for each gate, the
-    first gate of its group, whose gates do not read each other."""
+    """Return the arguments as integers. Each gate comes after the gates that it reads. Gates of one group do not
+    read each other. For each gate, `begins` has the first gate of the gate's group."""
     inputs = bounded_count("Netlist", "inputs", inputs)
     gates, a, b, outputs = map(_integers, ("gates", "a", "b", "outputs"), (gates, a, b, outputs))
     if not gates.size == a.size == b.size:

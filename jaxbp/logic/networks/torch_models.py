@@ -98,7 +98,7 @@ def from_torchlogix(
 
 
 def to_difflogic(network: LogicNetwork, model: Iterable[Any]) -> None:
-    """Write the logits, wires, and tau of a `LogicNetwork` into a difflogic model with layers of equal shapes.
+    """Write the logits, wires, and tau of a `LogicNetwork` into a difflogic model whose layers have the same shapes.
 
     Args:
       network: a network with `parametrization="softmax"`.
@@ -178,7 +178,7 @@ def _write(op, network, model, read):
 
 
 def _read(op: str, model: Any, read: Callable[[str, str, Any], _Layer]) -> tuple[list[Any], list[_Layer], Any]:
-    """Return the modules of the layers of gates, the layers, and the `GroupSum`."""
+    """Return the PyTorch modules of gates, what `read` returns for each, and the `GroupSum` module."""
     modules = [module for module in _modules(op, model) if not _is(module, "Flatten")]
     if not modules or not _is(modules[-1], "GroupSum"):
         came = f"ends with {type(modules[-1]).__name__}" if modules else "is empty"

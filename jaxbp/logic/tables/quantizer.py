@@ -89,7 +89,7 @@ class Quantizer:
 
     def describe(self, names: Sequence[Any], categories: Mapping[int, Sequence]) -> list[str]:
         """Return one condition per bit, such as "age above 30.5". If `categories` has an entry for a feature, the
-        feature's values are indices of categories: "port equal to 'south'"."""
+        feature's values are indices into it, and the condition names the category: "port equal to 'south'"."""
         described = []
         for kind, feature, value in zip(self.kinds.tolist(), self.features.tolist(), self.values.tolist(), strict=True):
             is_category = kind == EQUAL and feature in categories

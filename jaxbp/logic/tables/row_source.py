@@ -87,7 +87,8 @@ def c_source(
     values: Float32[np.ndarray, " counts"] | None = None,
     circuit_name: str | None = None,
 ) -> str:
-    """Return C99 source of a function of a row, and of the circuit, whose name is `circuit_name` or `name_circuit`.
+    """Return C99 source of a function of a row, and of a function for the circuit. The second function is named
+    `circuit_name`, by default `{name}_circuit`.
 
     Without `values`, the function is `int name(const float *row)`, which returns the index of a class. With `values`,
     it is `float name(const float *row)`, which returns `values[number of outputs that are on]`. `described` says what

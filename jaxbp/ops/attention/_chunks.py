@@ -89,7 +89,8 @@ class _Tiles:
         self.masks = Masks(*of_queries, self.columns.padded(masks.key_segments, 1), mask)
 
     def scores(self, q, k, i, j):
-        """Return the scores of the tile in row i and column j, their slopes, and which pairs are valid."""
+        """Return the scores of the tile in row i and column j, the derivative of the softcap for each score, and which
+        pairs of a query and a key are valid."""
         mask, bias = (self.columns.block(self.rows.block(a, i, 2), j, 3) for a in (self.masks.mask, self.bias))
         of_queries = (self.rows.block(a, i, 1) for a in self.masks[:3])
         masks = Masks(*of_queries, self.columns.block(self.masks.key_segments, j, 1), mask)
@@ -102,7 +103,7 @@ class _Tiles:
         return lax.scan(row, self.varying(sums), jnp.arange(self.rows.count, dtype=jnp.int32))
 
     def over_columns(self, i: Array, step: Callable, state: Any) -> Any:
-        """Return the final state of `step(j, state) -> state` for each column j that row i visits."""
+        """Call `step(j, state) -> state` for each column j that row i visits, and return the last state."""
         columns, state = self.visits.visits[0, i] // 2, self.varying(state)
         if self.skips:
             body = lambda slot, state: step(columns[slot], state)  # noqa: E731

@@ -35,8 +35,8 @@ def valid_pairs(keys: Array, bias: Array | None, masks: Masks) -> Array | None:
 def without_unpaired(
     q: Array, k: Array, v: Array, masks: Masks, *, intervals_pair_all: bool
 ) -> tuple[Array, Array, Array]:
-    """Replace queries and keys that one of the masks excludes from all pairs by 0, because a product of 0 and NaN would
-    be NaN.
+    """Set queries, keys, and values to 0 if one of the masks excludes them from all pairs, because a product of 0 and
+    NaN would be NaN.
 
     `intervals_pair_all` is whether the intervals exclude none.
     """
@@ -124,8 +124,8 @@ def attention_by_autodiff(
     softcap: float | None,
     return_residual: bool,
 ) -> Any:
-    """Return the result, and with `return_residual` also the log-sum-exp of the scores. This function stores all scores
-    and calls `jax.nn.dot_product_attention` if it has the options."""
+    """Return the result, and with `return_residual` also the log-sum-exp of the scores. This function stores all
+    scores. It calls `jax.nn.dot_product_attention` if that function has all the options that are given."""
     valid = valid_pairs(jnp.arange(k.shape[1], dtype=jnp.int32), bias, masks)
     bias = None if bias is None else upcast(bias)
     has_key = None if valid is None else jnp.any(valid, axis=3, keepdims=True)

@@ -157,13 +157,13 @@ def dot_product_attention(
         these positions on are excluded.
       local_window_size: a pair (before, after), or one number for both. A query attends only to keys with
         `t - before <= s <= t + after`.
-      segment_ids: integers `(batch, T)`, if T and S are equal. A query attends only to keys of its segment. Segments
-        may have any order.
+      segment_ids: integers `(batch, T)`, if T and S are equal. A query attends only to keys of its segment. The ids
+        need not be sorted.
       query_segment_ids, key_value_segment_ids: instead of `segment_ids`, integers `(batch, T)` and `(batch, S)`.
       softcap: if given, the largest absolute value of scores before the bias is added.
       return_residual: whether to return the log-sum-exp, too.
       implementation: "xla" computes one tile of scores at a time, and skips tiles without a valid pair. "autodiff"
-        stores all scores, and calls `jax.nn.dot_product_attention` if it has the options.
+        stores all scores. It calls `jax.nn.dot_product_attention` if that function has all the options that are given.
 
     Returns:
       y `(batch, T, N, value_features)`, in the promoted dtype of query, key, and value. With `return_residual`, also

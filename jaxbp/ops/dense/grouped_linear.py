@@ -47,7 +47,8 @@ def _multiply(a, b, precision):
 
 
 def _tiles(ranges, *arrays):
-    """Return tiles of rows, their size, and a function from a tile to its rows of `arrays`, 0 outside of the group."""
+    """Return tiles, their number of rows, and a function from a tile to its rows of `arrays`, in which rows of other
+    groups are 0."""
     (least, most), rows, groups = _TILE_ROWS, arrays[0].shape[0], ranges.shape[0]
     size = most if is_symbolic_dim(rows) else min(most, max(least, -(-rows // groups)))
     tiles = row_tiles(ranges, rows, size)
