@@ -20,6 +20,13 @@ def cast(a: Array, dtype: DTypeLike) -> Array:
     return a if a.dtype == dtype else a.astype(dtype)
 
 
+def clipped_to_int32(a: Array, most: int) -> Array:
+    """Return integers as int32 between 0 and `most`."""
+    # A wider dtype may hold larger numbers, and a narrower dtype may not hold `most`.
+    a = a.astype(jnp.int32) if a.dtype.itemsize < 4 else a
+    return jnp.clip(a, 0, most).astype(jnp.int32)
+
+
 def cast_like(y: Array, a: Array) -> Array:
     """Return the result y in the dtype of the argument `a` if this dtype is floating, else y unchanged."""
     return cast(y, a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else y

@@ -52,16 +52,26 @@ def dot_product_attention(
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     batch = query.shape[:-3]
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
-    arrays = (_with_one_batch_axis(a, batch) for a in (query, key, value, bias, mask))
+    arrays = dict(query=query, key=key, value=value, bias=bias, mask=mask)
+    arrays = (_with_one_batch_axis(name, a, batch) for name, a in arrays.items())
     y = op.dot_product_attention(*arrays, is_causal=is_causal, implementation=implementation)
     return y.reshape(*batch, *y.shape[-3:])
 
 
-def _with_one_batch_axis(a: Any, batch: tuple[int, ...]) -> Any:
-    if a is None or len(batch) < 2 or a.ndim <= 3:
-        return a
-    a = jnp.broadcast_to(a, (*batch, *a.shape[-3:]))
-    return a.reshape(math.prod(batch), *a.shape[-3:])
+def _with_one_batch_axis(name: str, a: Any, batch: tuple[int, ...]) -> Any:
+    if a is None:
+        return None
+    lead = a.shape[:-3]
+    if name in ("query", "key", "value"):
+        if lead != batch:
+            raise ValueError(
+                f"dot_product_attention: {name} has shape {a.shape}; wants the batch axes {batch} of query"
+            )
+    elif all(size == 1 for size in lead):
+        return a.reshape(*(1,) * bool(lead), *a.shape[-3:])
+    elif len(batch) > 1:
+        a = jnp.broadcast_to(a, (*batch, *a.shape[-3:]))
+    return a if len(batch) < 2 else a.reshape(math.prod(batch), *a.shape[-3:])
 
 
 class MultiHeadAttention(Layer, nnx.MultiHeadAttention):

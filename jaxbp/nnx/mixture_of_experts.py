@@ -181,7 +181,7 @@ class MixtureOfExperts(nnx.Module):
             x = x * jax.random.uniform(key, x.shape, x.dtype, 1 - self.jitter, 1 + self.jitter)
         logits = linear(x, router.T, None if bias is None else upcast(bias[...]), precision=self.precision, **options)
         probabilities = softmax(logits, **options)
-        _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.experts_per_token)
+        _, experts = jax.lax.top_k(jax.lax.stop_gradient(logits), self.experts_per_token)
         is_selected = experts[..., None] == jnp.arange(self.experts)
         # The gradient of a gather would be a scatter.
         weights = jnp.sum(jnp.where(is_selected, probabilities[:, None], 0.0), axis=-1)

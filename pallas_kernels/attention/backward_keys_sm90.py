@@ -24,6 +24,7 @@ from pallas_kernels.attention.scores_sm90 import (
     aligned,
     padded,
     padded_statistics,
+    row_visits,
     scores,
     tile_memory,
     unsupported,
@@ -98,8 +99,7 @@ def backward_keys(
     def body(q, k, v, do, lse, delta, masks, visits, dk, dv, *scratch, batch, head, row, warpgroup):
         k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages, left_tile, p_buffers, *barriers = scratch
         kv_loaded, loaded, free, p_ready, p_free = barriers
-        example = batch if visits.visits.shape[0] > 1 else 0
-        count = visits.counts[example, row]
+        count, tile_of = row_visits(visits, batch, row)
 
         def copy(step, stage, barrier, query_head, tile):
             block = pl.ds(tile * queries, queries)
@@ -115,13 +115,11 @@ def backward_keys(
 
             def visit_head(member, _):
                 def visit_tile(i, _):
-                    code = visits.visits[example, row, i]
-                    tile, masked = lax.shift_right_logical(code, 1), (code & 1) == 1
-                    visit(member * count + i, head * group + member, tile, masked)
+                    visit(member * count + i, head * group + member, *tile_of(i))
 
                 lax.fori_loop(0, count, visit_tile, None)
 
-            lax.fori_loop(0, group, visit_head, None)
+            lax.fori_loop(0, jnp.int32(group), visit_head, None)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():

@@ -21,6 +21,7 @@ from pallas_kernels.attention.scores_sm90 import (
     aligned,
     padded,
     padded_statistics,
+    row_visits,
     scores,
     tile_memory,
     unsupported,
@@ -90,19 +91,13 @@ def backward_queries(
     def body(q, k, v, do, lse, delta, masks, visits, dq, *scratch, batch, head, row, warpgroup):
         q_tile, do_tile, buffers, ds_tile, q_loaded, loaded, free = scratch
         row = tiles - 1 - row  # The longest rows of a causal mask start first.
-        example = batch if visits.visits.shape[0] > 1 else 0
-        count = visits.counts[example, row]
+        count, visit = row_visits(visits, batch, row)
 
         def copy(step, stage, barrier, ref, tile):
             block = ref.at[batch, pl.ds(tile * keys, keys), quotient(head, group)]
             plgpu.copy_gmem_to_smem(block, buffers.at[stage], barrier)
 
         ring = Ring(config.buffers, copy, loaded, free=free)
-
-        def visit(step):
-            """Return the index of the step's tile, and whether it is masked."""
-            code = visits.visits[example, row, step]
-            return lax.shift_right_logical(code, 1), (code & 1) == 1
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():

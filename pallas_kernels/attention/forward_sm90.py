@@ -24,6 +24,7 @@ from pallas_kernels.attention.scores_sm90 import (
     Tile,
     aligned,
     padded,
+    row_visits,
     scores,
     tile_memory,
     unsupported,
@@ -72,9 +73,10 @@ def forward(
     scale: float,
     softcap: float | None = None,
     config: Config,
-) -> tuple[Array, Array]:
-    """Return o `(batch, queries, heads, dimension)` and float32 lse `(batch, heads, queries)`, the natural logarithm of
-    the sum of exponentials. A query without a valid key gets 0 and -inf.
+) -> tuple[Array, Array, Array]:
+    """Return o `(batch, queries, heads, dimension)`, the rounding error of o, rounded to the dtype of o, and float32
+    lse `(batch, heads, queries)`, the natural logarithm of the sum of exponentials. A query without a valid key gets 0,
+    0, and -inf.
 
     Args:
       q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 32, 64, 128, or 256.
@@ -91,13 +93,11 @@ def forward(
     alternate = config.alternate and config.consumers == 2
     one_tile = (ROWS, keys)
 
-    def body(
-        q, k, v, masks, visits, o, lse, q_tile, k_stages, v_stages, p_tile, *barriers, batch, head, row, warpgroup
-    ):
+    def body(q, k, v, masks, visits, o, error, lse, *scratch, batch, head, row, warpgroup):
+        q_tile, k_stages, v_stages, p_tile, *barriers = scratch
         q_loaded, k_loaded, k_free, v_loaded, v_free, turn = barriers
         row = tiles - 1 - row  # The longest rows of a causal mask start first.
-        example = batch if visits.visits.shape[0] > 1 else 0
-        count = visits.counts[example, row]
+        count, visit = row_visits(visits, batch, row)
 
         def copy_from(ref, stages):
             def copy(step, stage, barrier, tile):
@@ -108,11 +108,6 @@ def forward(
 
         k_ring = Ring(config.stages, copy_from(k, k_stages), k_loaded, free=k_free)
         v_ring = Ring(config.stages, copy_from(v, v_stages), v_loaded, free=v_free)
-
-        def visit(step):
-            """Return the index of the step's tile, and whether it is masked."""
-            code = visits.visits[example, row, step]
-            return lax.shift_right_logical(code, 1), (code & 1) == 1
 
         @pl.when(warpgroup == config.consumers)
         def _():
@@ -177,9 +172,14 @@ def forward(
             inverse = jnp.where(total == 0, jnp.float32(0), 1 / total)
             queries = pl.ds(row * rows + warpgroup * ROWS, ROWS)
             own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
-            own[...] = (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(own.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, o.at[batch, queries, head])
+            sums *= lax.broadcast_in_dim(inverse, sums.shape, [0])
+            rounded = sums.astype(own.dtype)
+            for out, values in ((o, rounded), (error, (sums - rounded.astype(jnp.float32)).astype(own.dtype))):
+                if out is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own[...] = values
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(own, out.at[batch, queries, head])
             store(lse.at[batch, head, queries], largest * math.log(2) + jnp.log(total))
             plgpu.wait_smem_to_gmem(0)
 
@@ -187,14 +187,14 @@ def forward(
     stages = tile_memory((config.stages, keys, head), q.dtype)
     loaded = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
-    o, lse = launch(
+    o, error, lse = launch(
         body,
         q,
         k,
         v,
         padded(masks, config.tile),
         visits,
-        out=(q, jax.ShapeDtypeStruct((batch, heads, tiles * rows), jnp.float32)),
+        out=(q, q, jax.ShapeDtypeStruct((batch, heads, tiles * rows), jnp.float32)),
         grid={"batch": batch, "head": heads, "row": tiles},
         warpgroups=config.consumers + 1,
         scratch=[
@@ -207,6 +207,7 @@ def forward(
             plgpu.Barrier(num_arrivals=2),
         ],
         name="attention_forward",
+        skippable=(1,),
         approximate=True,
     )
-    return o[:, :queries], lse[:, :, :queries]
+    return o[:, :queries], error[:, :queries], lse[:, :, :queries]

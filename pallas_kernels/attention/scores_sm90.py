@@ -5,13 +5,15 @@ A tile of scores is `(queries, keys)`, or transposed. Scores are in base 2: the 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tiles import Masks
+from pallas_kernels.attention.tiles import Masks, Visits
 from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, value_a_column, value_a_row
 from pallas_kernels.core.mosaic import plgpu
 
@@ -73,6 +75,19 @@ class Tile:
         index = self.batch if ref.shape[0] > 1 else 0
         layout = (value_a_row, value_a_column)[axis]()
         return load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
+
+
+def row_visits(visits: Visits, batch: Any, row: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+    """Return the number of tiles that a row of tiles visits, and a function from a step to the index of its tile and
+    whether the tile is masked."""
+    example = batch if visits.visits.shape[0] > 1 else 0
+
+    def visit(step):
+        code = visits.visits[example, row, step]
+        # In 64-bit mode, JAX would take a Python integer for an int64.
+        return lax.shift_right_logical(code, np.int32(1)), (code & np.int32(1)) == 1
+
+    return visits.counts[example, row], visit
 
 
 def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: float, softcap: float | None) -> Any:

@@ -7,7 +7,7 @@ after the last have no group.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 class RowTiles(NamedTuple):
@@ -29,7 +29,9 @@ class RowTiles(NamedTuple):
 
 def group_ranges(group_sizes: Array, rows: int) -> Array:
     """Return int32 `(groups, 2)`, the first row and the end of each group. No group extends beyond `rows`."""
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows).astype(jnp.int32)
+    sizes = jnp.minimum(group_sizes, rows).astype(jnp.int32)
+    # Each sum ends at `rows`, so that it does not overflow.
+    ends = lax.associative_scan(lambda a, b: a + jnp.minimum(b, rows - a), sizes).astype(jnp.int32)
     return jnp.stack([jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends], axis=1)
 
 

@@ -65,19 +65,21 @@ def _attend(q, k, v, bias, masks, **options):
     arrays, masks = _padded(q, k, v), _masks(q, k, bias, masks)
     config = forward.plan(*arrays, **options)
     visits, _ = visited_tiles(masks, k.shape[1], config.tile)
-    y, logsumexp = forward(*arrays, masks, visits, config=config, **options)
-    return y[..., : v.shape[3]], logsumexp
+    y, error, logsumexp = forward(*arrays, masks, visits, config=config, **options)
+    return y[..., : v.shape[3]], error[..., : v.shape[3]], logsumexp
 
 
 def _attend_by_formula(q, k, v, bias, masks, **options):
-    y, largest, total = attend(q, k, v, bias, masks, **options)
-    return cast(y, q.dtype), largest + jnp.log(total)
+    exact, largest, total = attend(q, k, v, bias, masks, **options)
+    y = cast(exact, q.dtype)
+    return y, cast(exact - upcast(y), q.dtype), largest + jnp.log(total)
 
 
-def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
+def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options):
     has_key = logsumexp != -jnp.inf
     dy = where_key(has_key, dy)
-    delta = jnp.moveaxis(jnp.sum(upcast(dy) * upcast(y), axis=3), 2, 1)
+    # A delta of the rounded y would have a large error if the softmax is saturated.
+    delta = jnp.moveaxis(jnp.sum(upcast(dy) * (upcast(y) + upcast(error)), axis=3), 2, 1)
     if dlogsumexp is not None:
         delta -= jnp.where(has_key, dlogsumexp, 0.0)
     (*qkv, padded_dy), of_kernels = _padded(q, k, v, dy), _masks(q, k, bias, masks)
@@ -96,7 +98,7 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
     return dq, dk, dv, cast(backward_bias(*arrays, config=config, **options), bias.dtype)
 
 
-def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options):
+def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options):
     return gradients(dy, dlogsumexp, q, k, v, bias, masks, logsumexp, jnp.ones_like(logsumexp), **options)
 
 
@@ -119,8 +121,10 @@ def _masks(q, k, bias, masks):
 
 _ARGUMENTS = "q", "k", "v", "bias", "masks"
 attend_kernel = _with_kernel(_attend, _attend_by_formula, *_ARGUMENTS)
-"""`attend_kernel(q, k, v, bias, masks, *, scale, softcap) -> (y, logsumexp)`, with y in the dtype of q, and logsumexp
-`(batch, heads, queries)`."""
-gradients_kernel = _with_kernel(_gradients, _gradients_by_formula, "dy", "dlogsumexp", *_ARGUMENTS, "y", "logsumexp")
-"""`gradients_kernel(dy, dlogsumexp, q, k, v, bias, masks, y, logsumexp, **options) -> (dq, dk, dv, dbias)`. dlogsumexp
-and bias may be None."""
+"""`attend_kernel(q, k, v, bias, masks, *, scale, softcap) -> (y, error, logsumexp)`, with y and its rounding error
+in the dtype of q, and logsumexp `(batch, heads, queries)`."""
+gradients_kernel = _with_kernel(
+    _gradients, _gradients_by_formula, "dy", "dlogsumexp", *_ARGUMENTS, "y", "error", "logsumexp"
+)
+"""`gradients_kernel(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options) -> (dq, dk, dv, dbias)`.
+dlogsumexp and bias may be None."""

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, Case, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import cast, wide
+from jaxbp.common.numerics import cast, clipped_to_int32, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.ops.attention._chunks import attend, gradients
 from jaxbp.ops.attention._formulas import attention_by_autodiff, without_unpaired
@@ -41,8 +41,8 @@ def _save(q, *arrays, return_residual, **options):
 
 
 def _save_kernel(*arrays, return_residual, **options):
-    y, logsumexp = attend_kernel(*arrays, **options)
-    return (y, logsumexp) if return_residual else y, (*arrays, y, logsumexp)
+    y, error, logsumexp = attend_kernel(*arrays, **options)
+    return (y, logsumexp) if return_residual else y, (*arrays, y, error, logsumexp)
 
 
 def _forward(save, *arrays, **options):
@@ -164,6 +164,7 @@ def dot_product_attention(
       return_residual: whether to return the log-sum-exp, too.
       implementation: "xla" computes one tile of scores at a time, and skips tiles without a valid pair. "autodiff"
         stores all scores. It calls `jax.nn.dot_product_attention` if that function has all the options that are given.
+        "pallas" runs kernels for bfloat16 and float16 on compute capability 9.0.
 
     Returns:
       y `(batch, T, N, value_features)`, in the promoted dtype of query, key, and value. With `return_residual`, also
@@ -265,7 +266,8 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
 
 def _intervals(op, queries, keys, is_causal, window, query_lengths, key_lengths):
     is_causal = checks.boolean(op, "is_causal", is_causal)
-    window = None if window is None else checks.pair(op, "local_window_size", window, at_least=0)
+    if window is not None:  # a larger window would overflow
+        window = tuple(min(side, 2**30) for side in checks.pair(op, "local_window_size", window, at_least=0))
     if not is_causal and window is query_lengths is key_lengths is None:
         return None, None
     options = dict(is_causal=is_causal, window=window, query_lengths=query_lengths, key_lengths=key_lengths)
@@ -291,8 +293,7 @@ def _integers(op, name, a, *shape):
 
 
 def _lengths(op, name, a, batch, size):
-    # Lengths of other dtypes than int32 may not fit, but the length of an axis does.
-    return None if a is None else jnp.clip(_integers(op, name, a, batch), 0, size).astype(jnp.int32)
+    return None if a is None else clipped_to_int32(_integers(op, name, a, batch), size)
 
 
 def _segments(op, both, of_queries, of_keys, queries, keys):

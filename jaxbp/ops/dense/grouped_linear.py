@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, Argument, Case, FixedArgument, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import upcast, wide
+from jaxbp.common.numerics import clipped_to_int32, upcast, wide
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
 from jaxbp.pairing.mesh import Axes
@@ -35,7 +35,7 @@ def _forward(x, w, bias, group_sizes, *, precision, dtype):
     if bias is None:
         return y
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), row, side="right", method="compare_all")
+    group = jnp.searchsorted(group_ranges(group_sizes, x.shape[0])[:, 1], row, side="right", method="compare_all")
     return y + bias.astype(dtype).at[group].get(mode="fill", fill_value=0)
 
 
@@ -222,7 +222,8 @@ def grouped_linear(
     give 0, and their gradient is 0. If the sum exceeds the number of rows, the last groups end at the last row. Sizes
     are data on the device, so this is no error. A group may have no rows; its gradients are then 0.
 
-    A row without a group is never read, and NaN in one group does not reach the others. The order of each sum is fixed.
+    With "pallas" and "xla", a row without a group is never read, and NaN in one group does not reach the others. The
+    order of each sum is fixed.
 
     Args:
       w: unlike in `linear`, in_features come before out_features, as in `jax.lax.ragged_dot`.
@@ -286,7 +287,7 @@ def _check(op: str, x: Array, w: Array, group_sizes: Any) -> Array:
             f"{op}: group_sizes has dtype {group_sizes.dtype}; wants integers, say group_sizes.astype(jnp.int32)"
         )
     checks.shape(op, "group_sizes", group_sizes, w.shape[0])
-    return group_sizes.astype(jnp.int32)
+    return clipped_to_int32(group_sizes, 2**31 - 1)
 
 
 def _options(op: str, x: Array, precision: PrecisionLike, dtype: DTypeLike | None) -> dict[str, Any]:

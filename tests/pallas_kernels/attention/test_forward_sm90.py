@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import CASES, arrays, can_simulate, masks_of, reference, structs
@@ -26,9 +27,11 @@ def test_the_simulator_finds_it_right(name):
     masks = masks_of(case)
     options = dict(scale=0.3, softcap=case.get("softcap"))
     with on_the_cpu(), targeting(HOPPER), simulated():
-        o, lse = jax.block_until_ready(jax.jit(functools.partial(forward, **options))(q, k, v, masks))
+        o, error, lse = jax.block_until_ready(jax.jit(functools.partial(forward, **options))(q, k, v, masks))
     expected = reference(q, k, v, masks, **options)
-    np.testing.assert_allclose(np.asarray(o, np.float64), expected.o, atol=case.get("atol", 4e-3))
+    o, error = (np.asarray(a, np.float64) for a in (o, error))
+    np.testing.assert_allclose(o, expected.o, atol=case.get("atol", 4e-3))
+    assert np.all(np.abs(error) <= np.abs(o) * float(jnp.finfo(q.dtype).eps) / 2)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
 
 

@@ -1,10 +1,18 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import structs
+from helpers import cuda_program
 
-from pallas_kernels.attention import backward_keys_sm90, backward_queries_sm90, forward_sm90, scores_sm90
-from pallas_kernels.attention.tiles import Masks
+from pallas_kernels.attention import (
+    backward_bias_sm90,
+    backward_keys_sm90,
+    backward_queries_sm90,
+    forward_sm90,
+    scores_sm90,
+)
+from pallas_kernels.attention.tiles import Masks, visited_tiles
 from pallas_kernels.core.device import HOPPER
 
 
@@ -40,3 +48,24 @@ def test_plans_fit_in_registers(head, on_hopper):
     assert max(registers.values()) <= scores_sm90.CONSUMER_REGISTERS[2] - 16, registers
     for consumers, of_each in scores_sm90.CONSUMER_REGISTERS.items():
         assert 128 * (consumers * of_each + scores_sm90.PRODUCER_REGISTERS) <= HOPPER.registers
+
+
+def test_the_kernels_lower_in_64_bit_mode(on_hopper):
+    q, k, v, masks = structs(64, queries=200, keys=300, options=True)
+    statistics = [jax.ShapeDtypeStruct((4, 16, 200), "float32")] * 2
+
+    def all_kernels(q, k, v, lse, delta, masks):
+        def run(kernel, side, *arrays):
+            config = kernel.plan(q, k, v, scale=0.1)
+            return kernel(*arrays, masks, visited_tiles(masks, 300, config.tile)[side], scale=0.1, config=config)
+
+        gradients = q, k, v, q, lse, delta
+        forward = run(forward_sm90.forward, 0, q, k, v)
+        of_keys = run(backward_keys_sm90.backward_keys, 1, *gradients)
+        of_queries = run(backward_queries_sm90.backward_queries, 0, *gradients)
+        return forward, of_keys, of_queries, backward_bias_sm90.backward_bias(*gradients, masks, scale=0.1)
+
+    with jax.enable_x64(True):
+        program = cuda_program(all_kernels, q, k, v, *statistics, masks)
+    names = "forward", "backward_keys", "backward_queries", "backward_bias"
+    assert all(f"attention_{name}" in program for name in names)

@@ -45,6 +45,8 @@ def test_tiles_cover_every_row_once_with_its_group(alignment, before):
 
 def test_groups_end_at_the_last_row():
     np.testing.assert_array_equal(group_ranges(jnp.array([3, 4, 5], jnp.int8), 6), [[0, 3], [3, 6], [6, 6]])
+    most = np.iinfo(np.int32).max  # the rest of the rows, whatever their number
+    np.testing.assert_array_equal(group_ranges(jnp.array([2, most, most], jnp.int32), 6), [[0, 2], [2, 6], [6, 6]])
 
 
 @pytest.mark.parametrize("alignment", [1, 8])

@@ -389,6 +389,15 @@ def test_policies_of_checkpoint_save_the_statistics_by_name(implementation, save
     assert {a.shape for a in jax.tree.leaves(vjp)} == saved | {a.shape for a in (query, key, value)}
 
 
+def test_lengths_of_narrow_dtypes_and_large_windows_do_not_overflow():
+    q = np.ones((1, 300, 1, 4), np.float32)
+    of_key = np.arange(300, dtype=np.float32)[None, :, None, None] * q
+    y = dot_product_attention(q, q, of_key, key_value_seq_lengths=np.array([100], np.uint8), implementation="xla")
+    np.testing.assert_allclose(y, np.full(q.shape, 49.5), rtol=1e-5)
+    y = dot_product_attention(q, q, of_key, local_window_size=(0, 2**31 - 1), implementation="xla")
+    np.testing.assert_allclose(y[0, :, 0, 0], (np.arange(300) + 299) / 2, rtol=1e-5)
+
+
 def test_none_is_autodiff_in_float32_and_the_formula_in_half_precision():
     for dtype, name in (("float32", "autodiff"), ("float64", "autodiff"), ("bfloat16", "xla"), ("float16", "xla")):
         with jax.enable_x64(True):
