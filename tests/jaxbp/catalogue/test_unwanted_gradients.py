@@ -20,7 +20,7 @@ PROGRAMS = {
     ("layer_norm_linear", "65536x1024x1024", 65536, "float32"): ([3], {"all": [3], 0: [1], 3: [2]}),
     ("mlp_softmax_cross_entropy", "fc1 to fc3", 8192, "float32"): ([4], {"all": [4], 0: [4], 1: [3]}),
     ("gate_layer", "8000->8000", 8192, "float32"): ([1], {"all": [2], 0: [1], -1: [1]}),
-    ("dot_product_attention", "384x4x32 bias", 2, "bfloat16"): ([2], {"all": [1, 2, 1], 0: [1], 1: [2], 3: [1]}),
+    ("dot_product_attention", "384x4x32 bias", 2, "bfloat16"): ([3], {"all": [1, 2, 1], 0: [1], 1: [2], 3: [1]}),
     ("logic_conv2d_or_pool2d", "mnist-m1", 128, "float32"): ([2], {"all": [2, 1], 0: [1], -1: [1, 1]}),
 }
 
