@@ -74,8 +74,8 @@ def read_picture(path: Path) -> Bool[np.ndarray, "height width visible"]:
 def as_bits(dataset: Dataset, levels: int) -> Dataset:
     """Replace the features of a table by bits: whether a feature is above a threshold, equal to a category, or missing.
 
-    The bits are those of `jaxbp.estimators`. A feature has at most `levels` thresholds: quantiles of its values in the
-    training set.
+    The bits are the same as in `jaxbp.estimators`. A feature has at most `levels` thresholds: quantiles of its values
+    in the training set.
     """
     rows, features = dataset.train_images, dataset.features
     quantizer = Quantizer.of_tables(dataset.name, rows, np.ones(len(rows)), levels, features.categories)

@@ -109,7 +109,7 @@ def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: flo
     def mask(products):
         first, end, segments = tile.queries(masks)
         key = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - tile.query_axis, layout=plgpu.Layout.WGMMA)
-        # Of unsigned integers, one comparison finds whether a key is in the interval.
+        # With unsigned integers, one comparison finds whether a key is in the interval.
         after_first = (key + tile.along_queries(tile.key - first)).astype(jnp.uint32)
         length = tile.along_queries(jnp.maximum(end - first, 0).astype(jnp.uint32))
         products = jnp.where(after_first < length, products, -jnp.inf)
