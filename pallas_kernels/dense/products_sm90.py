@@ -87,7 +87,7 @@ def config_of(columns: int, consumers: int = CONSUMERS) -> Config:
 
 
 def configs_of(columns: int) -> list[Config]:
-    """Return the configs for a result with this number of columns, first those of the cooperative schedule."""
+    """Return the configs for a result with this number of columns, the configs of the cooperative schedule first."""
     widths = [width for width in COLUMNS if width < 2 * columns] or COLUMNS[:1]
     ping_pong = [config_of(width, consumers=1) for width in widths if width <= PING_PONG_COLUMNS]
     return [*map(config_of, widths), *ping_pong]

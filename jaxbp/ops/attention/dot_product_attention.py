@@ -258,7 +258,7 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
     query_segments, key_segments = (a if a is None or has_batch else a[None] for a in segments)
     bounds = _intervals(op, queries, keys, is_causal, window, *lengths)
     masks = Masks(*bounds, query_segments, key_segments, mask)
-    # Each position attends to itself.
+    # Without lengths, each query can attend to the key at its position.
     pair_all = queries == keys and lengths == [None, None]
     q, k, v = without_unpaired(q, k, v, masks, intervals_pair_all=pair_all)
     return *dy, q, k, v, bias, masks
