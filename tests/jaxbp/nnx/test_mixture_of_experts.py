@@ -82,6 +82,12 @@ def test_no_token_is_dropped_if_all_go_to_one_expert():
     np.testing.assert_allclose(routing.load_balancing_loss, EXPERTS, rtol=1e-6)
 
 
+def test_experts_whose_probabilities_round_to_0_keep_their_order():
+    layer = jaxbp.nnx.MixtureOfExperts(1, 4, experts=3, experts_per_token=2, rngs=nnx.Rngs(0))
+    layer.router[...] = jnp.array([[0.0, -120.0, -110.0]])
+    assert layer.route(np.ones((1, 1), np.float32)).experts.tolist() == [[0, 2]]
+
+
 def test_the_losses_of_a_uniform_router():
     layer = make(experts_per_token=EXPERTS)
     layer.router[...] = jnp.zeros((FEATURES, EXPERTS))
