@@ -35,6 +35,8 @@ MEASURED = (
     "failed",
 )
 MOST_THREADS = 16
+MOST_REFERENCE_BYTES = 48 * 2**30
+"""A float64 reference that needs more memory than this is not computed."""
 
 
 class Compiler:
@@ -103,8 +105,11 @@ class Accuracy:
         return self._draw()
 
     @functools.cached_property
-    def reference(self) -> list[np.ndarray]:
+    def reference(self) -> list[np.ndarray] | None:
+        """The results in float64, or None if they need more than `MOST_REFERENCE_BYTES`."""
         arguments = self.arguments
+        if self._reference.result().memory_analysis().temp_size_in_bytes > MOST_REFERENCE_BYTES:
+            return None
         with float64():
             wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, _wide(a))), arguments)
             return floats(self._reference.result()(*wide))
@@ -114,15 +119,21 @@ class Accuracy:
             function = self._workload.named(name, self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
-    def error(self, name: str) -> float:
+    def error(self, name: str) -> dict[str, Any]:
         if name not in self._errors:
             results = floats(self._programs[name].result()(*self.arguments))
-            self._errors[name] = relative_error(results, self.reference)
+            self._errors[name] = error_of(results, self.reference)
         return self._errors[name]
 
 
 def _wide(a: Any) -> Any:
     return np.float64 if is_float(a) else a.dtype
+
+
+def error_of(results: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    if reference is None:
+        return {"error_reason": f"the float64 reference needs more than {MOST_REFERENCE_BYTES >> 30} GiB"}
+    return {"error": relative_error(results, reference)}
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:

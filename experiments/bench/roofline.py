@@ -135,7 +135,7 @@ def cost(workload: Workload, batch: int, dtype: str) -> Cost:
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),
         result_bytes=_bytes(v.aval for v in jaxpr.outvars),
-        operations=_operations(needed),
+        operations=round(workload.share * _operations(needed)),
         read_bytes=sum(_bytes_read(needed, v) for v in needed.invars),
         written_bytes=_bytes(v.aval for v in results),
         arithmetic=workload.arithmetic(batch),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.measure import Accuracy, Compiler, attempt, relative_error, time_compiled
+from experiments.bench.measure import Accuracy, Compiler, attempt, error_of, time_compiled
 from experiments.bench.peers import Task, VariantChoice, is_asked_for
 from experiments.bench.roofline import Cost, cost, has_launch, roofline_seconds
 from experiments.bench.workloads import Workload, implementation
@@ -191,7 +191,7 @@ class Case:
         if compiled is None:
             compiled = self._programs.pop((name, "call")).result()
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
-        return measured | {"temporary_bytes": temporary_bytes, "error": self.accuracy.error(name)}
+        return measured | {"temporary_bytes": temporary_bytes} | self.accuracy.error(name)
 
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
@@ -210,7 +210,7 @@ class Case:
         results, reference = measured.pop("results", None), measured.pop("reference", None)
         if results is not None:
             reference = self.accuracy.reference if reference is None else reference
-            measured["error"] = relative_error(results, reference)
+            measured |= error_of(results, reference)
         return measured
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 import jaxbp
@@ -36,6 +37,7 @@ class Workload:
         the optimizer of training steps, and "autodiff" means Optax. `function` has the network's implementation.
       steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
+      share: the share of the matrix products' operations that is needed, below 1 if masks exclude scores.
       error_batch: the largest batch size for the comparison with float64 on the CPU.
       baselines: functions in plain JAX, by a name that starts with "autodiff".
     """
@@ -50,6 +52,7 @@ class Workload:
     chain: Callable[..., Callable]
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
+    share: float = 1.0
     error_batch: int = 128
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
 
@@ -96,10 +99,23 @@ def op_workload(entry: Entry, place: str) -> Workload:
         draw,
         one_after_another,
         arithmetic=arithmetic,
+        share=_share_of_scores(case) if entry.name.startswith("dot_product_attention") else 1.0,
         baselines=BASELINES.get(entry.name, {}),
         # In float64, the scores of one example of attention take gigabytes.
         error_batch=1 if entry.name.startswith("dot_product_attention") else 128,
     )
+
+
+def _share_of_scores(case):
+    queries, keys = (a.shape[1] for a in case.structs()[:2])
+    window = case.options.get("local_window_size")
+    before, after = window if isinstance(window, tuple) else (window, window)
+    query, key = np.arange(queries), np.arange(keys)
+    last = np.full(queries, keys - 1) if after is None else query + after
+    last = np.minimum(last, query) if case.options.get("is_causal") else last
+    first = np.zeros(queries) if before is None else query - before
+    pairs = np.searchsorted(key, last, side="right") - np.searchsorted(key, first)
+    return float(np.maximum(pairs, 0).sum() / (queries * keys))
 
 
 def gate_layer(logits: Array, wires: jaxbp.Wires, x: Array) -> Array:

@@ -162,6 +162,9 @@ def tokamax() -> Peer:
     """tokamax's norms, with Triton kernels, its attention, with Mosaic GPU kernels, and its grouped products, with
     both."""
     import tokamax
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # otherwise, tokamax parses this program's command line
 
     rms_norm = functools.partial(tokamax.layer_norm, offset=None, epsilon=EPS, subtract_mean=False)
     attention = functools.partial(tokamax.dot_product_attention, implementation="mosaic")

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.bench import measure
 from experiments.bench.measure import Accuracy, Compiler
-from experiments.bench.rows import Case, Settings
+from experiments.bench.rows import Case, Settings, measured_rows
 from jaxbp.verify import timing
 
 
@@ -57,7 +57,15 @@ def test_errors_are_held_against_float64(workload_at):
         for name in ("xla", "autodiff"):
             accuracy.submit(name)
         assert all(a.dtype == np.float64 for a in accuracy.reference)
-        assert 1e-5 < accuracy.error("xla") < 1e-2
+        assert 1e-5 < accuracy.error("xla")["error"] < 1e-2
+
+
+def test_a_reference_that_needs_too_much_memory_is_left_out(workload_at, monkeypatch):
+    monkeypatch.setattr(measure, "MOST_REFERENCE_BYTES", -1)
+    workload = workload_at("relu_backward", "relu4")
+    case = Case(workload, 2, Settings(["xla"], {}, "best", "float32", "default", 1e-3, False, {}))
+    (row,) = measured_rows([case], lambda: True)
+    assert row["failed"] is None and row["error"] is None and "needs more than" in row["error_reason"]
 
 
 def test_a_gradient_that_is_nothing_is_held_against_the_others():

@@ -116,3 +116,15 @@ def test_gates_take_the_time_of_true_float32():
     cost = Cost(1, 1, 0, read_bytes=1, written_bytes=1, arithmetic=300)
     rates = {"bytes_per_second": {"copy": [[1, 1e9]]}, "operations_per_second": {"default": 800, "highest": 100}}
     assert roofline_seconds(cost, 1, "default", rates) == 3
+
+
+def test_scores_that_masks_exclude_are_not_counted(workload_at):
+    length, window = 8192, 1024  # each query attends to itself and 1,023 keys before it
+    full, causal, windowed = (
+        cost(workload_at("dot_product_attention", f"8192x16x128{masks}"), 1, "bfloat16").operations
+        for masks in ("", " causal", " window")
+    )
+    assert full == 6 * 2 * 16 * length**2 * 128
+    pairs = length * (length + 1) / 2
+    assert causal == pytest.approx(full * pairs / length**2, rel=1e-9)
+    assert windowed == pytest.approx(full * (window * length - window * (window - 1) / 2) / length**2, rel=1e-9)
