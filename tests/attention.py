@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.tiles import Masks, intervals
+from pallas_kernels.attention.tiles import Known, Masks, intervals
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
@@ -45,8 +45,10 @@ def masks_of(case):
     random = np.random.default_rng(1)
     queries, keys = case["queries"], case["keys"]
     lengths = [None if a is None else jnp.asarray(a, jnp.int32) for a in case.get("lengths", (None, None))]
-    options = dict(is_causal=case.get("is_causal", False), window=case.get("window"))
-    first, end = intervals(queries, keys, **options, query_lengths=lengths[0], key_lengths=lengths[1])
+    before, after = case.get("window", (None, None))
+    known = Known(before, 0 if case.get("is_causal") else after)
+    options = dict(query_lengths=lengths[0], key_lengths=lengths[1], array_module=jnp if "lengths" in case else np)
+    first, end = intervals(queries, keys, known, **options)
     segments = [None, None]
     if "segments" in case:  # out of order
         segments = [jnp.asarray(random.integers(0, case["segments"], (1, n)), jnp.int32) for n in (queries, keys)]

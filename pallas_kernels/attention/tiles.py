@@ -5,28 +5,57 @@ are such intervals. A tile is visited if the bounds of its intervals and segment
 segment ids cost time, but never change a result.
 """
 
-from typing import NamedTuple
+import dataclasses
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+MOST_CONSTANTS = 2**20
+"""The visits that NumPy computes when JAX traces a program are at most this many: programs contain them."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of masks when JAX traces a program.
+
+    Attributes:
+      before, after: keys before and after a query's position that it attends to, each None for all.
+      has_keys: whether each query surely has a valid key.
+    """
+
+    before: int | None = None
+    after: int | None = None
+    has_keys: bool = False
 
 
 class Masks(NamedTuple):
     """Which keys each query attends to. The batch axis of an array may be 1, if it is the same for all examples.
 
     Attributes:
-      first, end: int32 `(batch, queries)`, the interval of keys of each query.
+      first, end: int32 `(batch, queries)`, the interval of keys of each query. None if `known` determines it.
       query_segments, key_segments: int32 `(batch, queries)` and `(batch, keys)`, or None.
       mask: bool `(batch, heads, queries, keys)`, or None. Each axis may be 1.
       bias: as `mask`, in floating point, or None. It is added to the scores.
     """
 
-    first: Array
-    end: Array
+    first: Array | None = None
+    end: Array | None = None
     query_segments: Array | None = None
     key_segments: Array | None = None
     mask: Array | None = None
     bias: Array | None = None
+    known: Known = Known()
+
+    def with_intervals(self, queries: Any, keys: Any, array_module: ModuleType = jnp) -> "Masks":
+        if self.first is not None:
+            return self
+        first, end = intervals(queries, keys, self.known, array_module=array_module)
+        return self._replace(first=first, end=end)
 
 
 class Visits(NamedTuple):
@@ -38,31 +67,31 @@ class Visits(NamedTuple):
 
 
 def intervals(
-    queries: int,
-    keys: int,
+    queries: Any,
+    keys: Any,
+    known: Known = Known(),
     *,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
     query_lengths: Array | None = None,
     key_lengths: Array | None = None,
+    array_module: ModuleType = jnp,
 ) -> tuple[Array, Array]:
     """Return `first` and `end (batch or 1, queries)` of `Masks`.
 
     Args:
-      window: keys before and after a query's position that it attends to, each None for all.
       query_lengths, key_lengths: int32 `(batch,)`. Later queries and keys are excluded.
+      array_module: `jax.numpy`, or without lengths also NumPy.
     """
-    left, right = window or (None, None)
-    position = jnp.arange(queries, dtype=jnp.int32)[None]
-    first = jnp.zeros_like(position) if left is None else jnp.maximum(position - left, 0)
-    end = jnp.full_like(position, keys)
-    for after in ([right] if right is not None else []) + [0] * is_causal:
-        end = jnp.minimum(end, position + after + 1)
+    xp = array_module
+    position = xp.arange(queries, dtype=np.int32)[None]
+    first = xp.zeros_like(position) if known.before is None else xp.maximum(position - known.before, 0)
+    end = xp.full_like(position, keys)
+    if known.after is not None:
+        end = xp.minimum(end, position + known.after + 1)
     if key_lengths is not None:
         end = jnp.minimum(end, key_lengths[:, None])
     if query_lengths is not None:
         end = jnp.where(position < query_lengths[:, None], end, 0)
-    return jnp.broadcast_to(first, end.shape), jnp.maximum(end, 0)
+    return xp.broadcast_to(first, end.shape), xp.maximum(end, 0)
 
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:
@@ -76,23 +105,28 @@ def tiles_with_pairs(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Ar
     """Return whether each tile may have a valid pair, and whether all its pairs are valid, as booleans `(batch or 1,
     tiles of queries, tiles of keys)`."""
     queries_per_tile, keys_per_tile = tile
-    start = jnp.arange(-(-keys // keys_per_tile), dtype=jnp.int32)[None, None] * keys_per_tile
+    xp = _module_of(masks.first)
+    start = xp.arange(-(-keys // keys_per_tile), dtype=np.int32)[None, None] * keys_per_tile
     is_empty = masks.first >= masks.end
-    least_first = _extreme(jnp.min, jnp.where(is_empty, keys, masks.first), queries_per_tile, keys)
-    last_end = _extreme(jnp.max, jnp.where(is_empty, 0, masks.end), queries_per_tile, 0)
+    least_first = _extreme(xp.min, xp.where(is_empty, keys, masks.first), queries_per_tile, keys)
+    last_end = _extreme(xp.max, xp.where(is_empty, 0, masks.end), queries_per_tile, 0)
     visited = (least_first < start + keys_per_tile) & (last_end > start)
     # Rows of padding are masked, so a partial tile of queries is masked, too.
-    greatest_first = _extreme(jnp.max, masks.first, queries_per_tile, keys)
-    least_end = _extreme(jnp.min, masks.end, queries_per_tile, 0)
+    greatest_first = _extreme(xp.max, masks.first, queries_per_tile, keys)
+    least_end = _extreme(xp.min, masks.end, queries_per_tile, 0)
     full = (greatest_first <= start) & (least_end >= start + keys_per_tile)
     if masks.query_segments is not None:
         query_least, query_greatest = _bounds(masks.query_segments, queries_per_tile)
         key_least, key_greatest = (a.swapaxes(1, 2) for a in _bounds(masks.key_segments, keys_per_tile))
-        visited &= (query_least <= key_greatest) & (key_least <= query_greatest)
-        full &= (query_least == key_greatest) & (key_least == query_greatest)
+        visited = visited & (query_least <= key_greatest) & (key_least <= query_greatest)
+        full = full & (query_least == key_greatest) & (key_least == query_greatest)
     if masks.mask is not None:
-        full = jnp.zeros_like(full)
-    return tuple(jnp.broadcast_arrays(visited, full))
+        full = xp.zeros_like(full)
+    return tuple(_module_of(visited).broadcast_arrays(visited, full))
+
+
+def _module_of(a):
+    return np if isinstance(a, np.ndarray) else jnp
 
 
 def _bounds(ids, size):
@@ -103,13 +137,14 @@ def _bounds(ids, size):
 def _extreme(reduce, values, size, padding):
     batch, length = values.shape
     tiles = -(-length // size)
-    values = jnp.pad(values, ((0, 0), (0, tiles * size - length)), constant_values=padding)
+    values = _module_of(values).pad(values, ((0, 0), (0, tiles * size - length)), constant_values=padding)
     return reduce(values.reshape(batch, tiles, size), axis=2)[:, :, None]
 
 
 def listed(visited: Array, full: Array) -> Visits:
     """Return the tiles to visit in each row of tiles, given the booleans `(batch, rows, tiles)` of
     `tiles_with_pairs`."""
-    order = jnp.argsort(~visited, axis=2, stable=True).astype(jnp.int32)
-    masked = jnp.take_along_axis(~full, order, axis=2).astype(jnp.int32)
-    return Visits(2 * order + masked, jnp.sum(visited, axis=2, dtype=jnp.int32))
+    xp = _module_of(visited)
+    order = xp.argsort(~visited, axis=2, stable=True).astype(np.int32)
+    masked = xp.take_along_axis(~full, order, axis=2).astype(np.int32)
+    return Visits(2 * order + masked, xp.sum(visited, axis=2, dtype=np.int32))

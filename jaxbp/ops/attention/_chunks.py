@@ -21,7 +21,7 @@ from jaxbp.ops.attention._formulas import (
     where_key,
 )
 from jaxbp.pairing import differentiable
-from pallas_kernels.attention.tiles import Masks, intervals, listed, tiles_with_pairs
+from pallas_kernels.attention.tiles import Masks, listed, tiles_with_pairs
 from pallas_kernels.core.launch import unify_varying_axes
 
 LARGEST_SIDE, SMALLEST_SIDE, SYMBOLIC_SIDE = 512, 32, 128
@@ -77,9 +77,7 @@ class _Tiles:
         sides = tile_sides(q.shape[0], q.shape[2], *sizes)
         self.rows, self.columns = map(_Axis, sizes, sides)
         self.options, self.skips = dict(scale=scale, softcap=softcap), skips
-        if masks.first is None:
-            first, end = intervals(*sizes)
-            masks = masks._replace(first=first, end=end)
+        masks = masks.with_intervals(*sizes)
         visited, full = tiles_with_pairs(masks, k.shape[1], sides)
         self.visits = listed(jnp.any(visited, axis=0, keepdims=True), jnp.all(full, axis=0, keepdims=True))
         self.q, self.k, self.v = self.rows.padded(q, 1), self.columns.padded(k, 1), self.columns.padded(v, 1)

@@ -19,7 +19,7 @@ from pallas_kernels.attention.tiles import Masks
 def valid_pairs(keys: Array, bias: Array | None, masks: Masks) -> Array | None:
     """Return whether each pair is valid, as booleans that broadcast to the scores, or None if all pairs are valid.
 
-    `keys` are int32 positions, to which the arrays belong. The intervals of `masks` may be None for all keys.
+    `keys` are int32 positions, to which the arrays belong. Without intervals in `masks`, all keys are in them.
     """
     conditions = [] if masks.mask is None else [masks.mask]
     if bias is not None:
@@ -45,7 +45,8 @@ def without_unpaired(
         of_queries.append(jnp.swapaxes(jnp.any(masks.mask, axis=3), 1, 2))
         valid = jnp.swapaxes(jnp.any(masks.mask, axis=2), 1, 2)
         of_keys.append(valid if valid.shape[2] == 1 else jnp.any(grouped(valid, k), axis=3))
-    if masks.first is not None and not intervals_pair_all:
+    if not intervals_pair_all:
+        masks = masks.with_intervals(q.shape[1], k.shape[1])
         has_key = masks.first < masks.end
         of_queries.append(has_key[:, :, None])
         # Intervals of consecutive queries overlap, and the first one starts at 0.
@@ -126,6 +127,8 @@ def attention_by_autodiff(
 ) -> Any:
     """Return the result, and with `return_residual` also the log-sum-exp of the scores. This function stores all
     scores. It calls `jax.nn.dot_product_attention` if that function has all the options that are given."""
+    if masks.known.before is not None or masks.known.after is not None:
+        masks = masks.with_intervals(q.shape[1], k.shape[1])
     valid = valid_pairs(jnp.arange(k.shape[1], dtype=jnp.int32), bias, masks)
     bias = None if bias is None else upcast(bias)
     has_key = None if valid is None else jnp.any(valid, axis=3, keepdims=True)

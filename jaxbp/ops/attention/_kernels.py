@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxbp.common.numerics import cast, upcast
@@ -18,11 +19,13 @@ from pallas_kernels.attention.backward_keys_sm90 import backward_keys
 from pallas_kernels.attention.backward_queries_sm90 import backward_queries
 from pallas_kernels.attention.forward_sm90 import forward
 from pallas_kernels.attention.scores_sm90 import HEADS
-from pallas_kernels.attention.tiles import Masks, intervals, visited_tiles
+from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, visited_tiles
 from pallas_kernels.core.launch import on_gpu
 
 _DTYPES = jnp.bfloat16, jnp.float16
 _BIAS_DTYPES = (*_DTYPES, jnp.float32)
+LEAST_TILE = 64
+"""The smallest side of a kernel's tile."""
 
 
 def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float, **options: Any) -> str | None:
@@ -76,12 +79,12 @@ def _attend_by_formula(q, k, v, bias, masks, **options):
 
 
 def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options):
-    has_key = logsumexp != -jnp.inf
-    dy = where_key(has_key, dy)
+    has_key = None if masks.known.has_keys else logsumexp != -jnp.inf
+    dy = dy if has_key is None else where_key(has_key, dy)
     # A delta of the rounded y would have a large error if the softmax is saturated.
     delta = jnp.moveaxis(jnp.sum(upcast(dy) * (upcast(y) + upcast(error)), axis=3), 2, 1)
     if dlogsumexp is not None:
-        delta -= jnp.where(has_key, dlogsumexp, 0.0)
+        delta -= dlogsumexp if has_key is None else jnp.where(has_key, dlogsumexp, 0.0)
     (*qkv, padded_dy), of_kernels = _padded(q, k, v, dy), _masks(q, k, bias, masks)
     arrays = *qkv, padded_dy, logsumexp, delta, of_kernels
 
@@ -113,10 +116,9 @@ def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
 
 
 def _masks(q, k, bias, masks):
-    if masks.first is None:
-        first, end = intervals(q.shape[1], k.shape[1])
-        masks = masks._replace(first=first, end=end)
-    return masks._replace(bias=bias)
+    queries, keys = q.shape[1], k.shape[1]
+    is_small = queries * keys <= MOST_CONSTANTS * LEAST_TILE**2
+    return masks.with_intervals(queries, keys, np if is_small else jnp)._replace(bias=bias)
 
 
 _ARGUMENTS = "q", "k", "v", "bias", "masks"

@@ -22,7 +22,7 @@ from jaxbp.ops.attention._formulas import attention_by_autodiff, without_unpaire
 from jaxbp.ops.attention._kernels import attend_kernel, gradients_kernel, unsupported
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair
 from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
-from pallas_kernels.attention.tiles import Masks, intervals
+from pallas_kernels.attention.tiles import Known, Masks, intervals
 
 AnyQueries = Float[AnyArray, "*batch T N H"]
 AnyKeys = Float[AnyArray, "*batch S K H"]
@@ -256,22 +256,28 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
     lengths = [_lengths(op, name, a, q.shape[0], size) for (name, size), a in zip(sizes.items(), lengths, strict=True)]
     segments = _segments(op, *segments, (*lead, queries), (*lead, keys))
     query_segments, key_segments = (a if a is None or has_batch else a[None] for a in segments)
-    bounds = _intervals(op, queries, keys, is_causal, window, *lengths)
-    masks = Masks(*bounds, query_segments, key_segments, mask)
     # Without lengths, each query can attend to the key at its position.
     pair_all = queries == keys and lengths == [None, None]
+    before, after = _window(op, is_causal, window)
+    known = Known(before, after, pair_all and mask is bias is None and query_segments is key_segments)
+    masks = Masks(None, None, query_segments, key_segments, mask, known=known)
+    if lengths != [None, None]:
+        names = "query_lengths", "key_lengths"
+        first, end = intervals(queries, keys, known, **dict(zip(names, lengths, strict=True)))
+        masks = masks._replace(first=first, end=end)
+    pair_all |= before is after is None and lengths == [None, None]
     q, k, v = without_unpaired(q, k, v, masks, intervals_pair_all=pair_all)
     return *dy, q, k, v, bias, masks
 
 
-def _intervals(op, queries, keys, is_causal, window, query_lengths, key_lengths):
+def _window(op, is_causal, window):
+    """Return the keys before and after a query that it attends to, each None for all."""
     is_causal = checks.boolean(op, "is_causal", is_causal)
-    if window is not None:  # a larger window would overflow
-        window = tuple(min(side, 2**30) for side in checks.pair(op, "local_window_size", window, at_least=0))
-    if not is_causal and window is query_lengths is key_lengths is None:
-        return None, None
-    options = dict(is_causal=is_causal, window=window, query_lengths=query_lengths, key_lengths=key_lengths)
-    return intervals(queries, keys, **options)
+    if window is None:
+        return None, 0 if is_causal else None
+    # A larger window would overflow.
+    before, after = (min(side, 2**30) for side in checks.pair(op, "local_window_size", window, at_least=0))
+    return before, 0 if is_causal else after
 
 
 def _of_scores(op, name, a, scores):

@@ -21,7 +21,7 @@ def test_padding_is_masked():
     bias = jnp.arange(15.0).reshape(1, 1, 3, 5)
     masks = Masks(ones, 4 * ones, ones, jnp.ones((1, 5), jnp.int32), bias[:, :, :1] > 2, bias)
     padded = scores_sm90.padded(masks, (4, 8), transposed=True)
-    assert [a.shape for a in padded] == [(1, 4)] * 3 + [(1, 8), (1, 1, 8, 1), (1, 1, 8, 4)]
+    assert [a.shape for a in padded[:6]] == [(1, 4)] * 3 + [(1, 8), (1, 1, 8, 1), (1, 1, 8, 4)]
     assert padded.first[0, 3] == padded.end[0, 3] == 0
     np.testing.assert_array_equal(padded.bias[0, 0, :5, :3], bias[0, 0].T)
 

@@ -78,6 +78,17 @@ def test_a_result_without_gradients_takes_one_kernel_and_no_other_product(on_hop
     assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
 
 
+def test_tiles_of_masks_that_shapes_determine_are_constants(on_hopper):
+    def gradient(q, k, v, dy):
+        op = functools.partial(dot_product_attention, is_causal=True, local_window_size=40, implementation="pallas")
+        return jax.vjp(op, q, k, v)[1](dy)
+
+    q, k, v = (jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16"),) * 3
+    program = cuda_program(gradient, q, k, v, q)
+    # Without queries that lack a key, no copy of dy is masked.
+    assert "stablehlo.sort" not in program and "256x2x64xi1" not in program
+
+
 UNSUPPORTED = {
     "dtype float32, only bfloat16 and float16": (structs(64, 64, "float32"), {}),
     "heads of 257 features, at most 256": (structs(64, 257), {}),
