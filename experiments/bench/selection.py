@@ -15,7 +15,12 @@ from experiments.bench.training_workloads import (
     logic_workload,
     mixer_workload,
 )
-from experiments.bench.workloads import Workload, frozen_parameters_workload, op_workload
+from experiments.bench.workloads import (
+    Workload,
+    frozen_parameters_workload,
+    mixture_of_experts_workload,
+    op_workload,
+)
 from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE
 
@@ -24,6 +29,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last."""
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
+    workloads += [mixture_of_experts_workload(8, 4096, 14336, 2), mixture_of_experts_workload(128, 2048, 768, 8)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
     workloads += [automaton_workload(size) for size in AUTOMATON_BATCHES]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array, lax
 
 import jaxbp
@@ -181,6 +182,47 @@ def frozen_parameters_workload(wanted: str, features: int = 2048, blocks: int = 
     op, batches = "frozen_parameters", ((16384,), ())
     options = {"features": features, "blocks": blocks, "rank": rank}
     return Workload(op, wanted, f"{op} {wanted}", options, batches, function, draw, one_after_another, error_batch=16)
+
+
+def mixture_of_experts_workload(experts: int, features: int, hidden: int, experts_per_token: int) -> Workload:
+    """Return `jaxbp.nnx.MixtureOfExperts` with its losses, and the gradients of its parameters and inputs. The batch
+    are tokens."""
+    sizes = features, hidden, experts, experts_per_token
+
+    def function(implementation, dtype):
+        @functools.partial(nnx.eval_shape)
+        def layer():
+            options = dict(param_dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
+            return jaxbp.nnx.MixtureOfExperts(*sizes, **options)
+
+        graph, parameters = nnx.split(layer)
+        names = [path[0] for path, _ in nnx.to_flat_state(parameters)]
+
+        def op(arrays, x):
+            state = nnx.State({name: nnx.Param(arrays[name]) for name in names})
+            y, routing = nnx.merge(graph, state)(x)
+            return y, routing.load_balancing_loss, routing.z_loss
+
+        return forward_and_backward(op)
+
+    def draw(seed, batch, dtype):
+        shapes = {
+            "router": (features, experts),
+            "gate_up": (experts, features, 2 * hidden),
+            "down": (experts, hidden, features),
+        }
+        keys = jax.random.split(jax.random.key(seed), len(shapes) + 2)
+        arrays = {
+            name: jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+            for (name, shape), key in zip(shapes.items(), keys, strict=False)
+        }
+        x, dy = (jax.random.normal(key, (batch, features), dtype) for key in keys[-2:])
+        return (arrays, x), [dy, jnp.float32(0.01), jnp.float32(0.001)]
+
+    op, place, batches = "mixture_of_experts", f"{experts}x{features}x{hidden}", ((8192,), ())
+    options = {"experts_per_token": experts_per_token}
+    title = f"{op} fwd+bwd {place}"
+    return Workload(op, place, title, options, batches, function, draw, one_after_another, error_batch=16)
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:

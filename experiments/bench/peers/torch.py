@@ -119,7 +119,7 @@ def _tensors(task, arguments):
         _, x, scale, bias, _ = arguments
         return *arguments, _layer_norm(x, scale, bias), *_statistics(x, centered=True)
     if "_backward" not in task.op:
-        for a in arguments[0]:
+        for a in jax.tree.leaves(arguments[0]):
             a.requires_grad_(a.is_floating_point())
     return arguments
 
@@ -155,7 +155,8 @@ def _forward_and_backward(function, arrays, cotangents):
     y = function(*arrays)
     results = list(y) if isinstance(y, tuple) else [y]
     floating = [a for a in results if a.is_floating_point()]
-    return results + list(torch.autograd.grad(floating, [a for a in arrays if a.requires_grad], cotangents))
+    wanted = [a for a in jax.tree.leaves(arrays) if a.requires_grad]
+    return results + list(torch.autograd.grad(floating, wanted, cotangents))
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
@@ -243,6 +244,24 @@ def _grouped_linear(x, w, group_sizes):
     return multiply(x, w, offs=group_sizes.cumsum(0).to(torch.int32))
 
 
+def _mixture_of_experts(parameters, x, *, experts_per_token):
+    logits = x.float() @ parameters["router"].float()
+    probabilities, (tokens, experts) = logits.softmax(-1), logits.shape
+    chosen = logits.topk(experts_per_token).indices
+    weights = probabilities.gather(1, chosen)
+    weights = weights / weights.sum(-1, keepdim=True)
+    selected = chosen.flatten()
+    sizes = (selected[:, None] == torch.arange(experts, device=x.device)).sum(0)
+    order = selected.argsort(stable=True)
+    rows = x.repeat_interleave(experts_per_token, 0)[order]
+    gate, up = _grouped_linear(rows, parameters["gate_up"], sizes).chunk(2, -1)
+    rows = _grouped_linear(F.silu(gate) * up, parameters["down"], sizes)
+    rows = rows[order.argsort()].view(tokens, experts_per_token, -1)
+    y = (weights[..., None] * rows.float()).sum(1).to(x.dtype)
+    balance = experts * (sizes / selected.numel() * probabilities.mean(0)).sum()
+    return y, balance, (logits.logsumexp(-1) ** 2).mean()
+
+
 def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
     return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
 
@@ -268,6 +287,7 @@ FORWARDS = {
     "embedding": F.embedding,
     "linear": F.linear,
     "grouped_linear": _grouped_linear,
+    "mixture_of_experts": _mixture_of_experts,
     "conv2d": F.conv2d,
     "conv1d": functools.partial(depthwise_conv1d, _causal),
     "max_pool2d": _max_pool2d,

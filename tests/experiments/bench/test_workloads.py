@@ -3,12 +3,14 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import cuda_program
 
+import jaxbp
 from experiments.bench.measure import floats, relative_error
 from experiments.bench.rows import with_speedups
 from experiments.bench.training_workloads import logic_workload
-from experiments.bench.workloads import frozen_parameters_workload
+from experiments.bench.workloads import frozen_parameters_workload, mixture_of_experts_workload
 
 
 def test_every_call_of_a_chain_is_computed(workload_at):
@@ -73,3 +75,15 @@ def test_gradients_of_all_parameters_have_more_results_and_equal_gradients_of_th
     alone, (adapters, frozen) = (workload.function("xla", "float32")(*arguments) for workload in workloads)
     assert relative_error(floats(alone), floats(adapters)) < 1e-5
     assert len(floats(alone)) == 8 and sum(a.size for a in floats(frozen)) > sum(a.size for a in floats(adapters))
+
+
+def test_the_mixture_of_experts_is_the_layer_with_its_losses():
+    workload = mixture_of_experts_workload(experts=4, features=8, hidden=6, experts_per_token=2)
+    (parameters, x), cotangents = workload.draw(0, 16, "float32")
+    layer = jaxbp.nnx.MixtureOfExperts(8, 6, 4, 2, rngs=nnx.Rngs(0))
+    nnx.update(layer, {name: nnx.Param(a) for name, a in parameters.items()})
+    y, routing = layer(x)
+    results, integers, gradients = workload.named("xla", "float32")((parameters, x), cotangents)
+    for found, wanted in zip(results, (y, routing.load_balancing_loss, routing.z_loss), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert not integers and [a.shape for a in gradients] == [a.shape for a in jax.tree.leaves((parameters, x))]
