@@ -62,14 +62,33 @@ WITH_EACH_VERSION = re.compile(
 )
 """Tests of what changes most from one version of JAX to the next. They belong to each share."""
 
+WITH_NEWEST = re.compile("simulat|skipif|needs_")
+"""Tests that older versions may skip. They belong to the last share."""
+
+COMPILED = re.compile("jaxbp/(catalogue|ops|logic|verify)/")
+"""Tests whose time is XLA's compiler, which the oldest version runs in two thirds of the time. They belong to the first
+share. A hash divides the other files, because the tests of one file share programs."""
+
+
+def _share_of(path, count):
+    return 1 if COMPILED.search(path) else zlib.crc32(path.encode()) % count + 1
+
 
 def _in_share(item, share, count):
     name = item.nodeid.split("[")[0]
     if WITH_EACH_VERSION.search(name):
         return True
-    # The last share runs with the newest version of JAX, where no simulated kernel is skipped.
-    newest = "simulat" in name or item.get_closest_marker("skipif") is not None
-    return share == (count if newest else zlib.crc32(name.encode()) % count + 1)
+    newest = WITH_NEWEST.search(name) or item.get_closest_marker("skipif") is not None
+    return share == (count if newest else _share_of(name.split("::")[0], count))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Ignore a file without tests of the share, whose import takes time."""
+    share, path = config.getoption("share"), collection_path.relative_to(config.rootpath).as_posix()
+    if not share or not collection_path.match("test_*.py") or share[0] == _share_of(path, share[1]):
+        return None
+    text = path + collection_path.read_text()
+    return not (WITH_EACH_VERSION.search(text) or (share[0] == share[1] and WITH_NEWEST.search(text))) or None
 
 
 @pytest.hookimpl(tryfirst=True)
