@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ENTRIES, assert_close, floats, is_float, normal, of_floats, with_floats
+from helpers import ENTRIES, assert_close, drawn, floats, is_float, normal, of_floats, put, with_floats
 
 import jaxbp
 from jaxbp.catalogue import CATALOGUE
@@ -71,12 +71,13 @@ ROWS, MASK = np.array([[True, False, True], [False, True, True]]), np.arange(24)
 WINDOW = dict(window=(2, 3))
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 PRECISE = dict(precision="highest")
+HALF = put(np.full(3, 0.5, np.float32))
 LENGTHS, SEGMENTS = np.array([3, 2], np.int32), np.array([[0, 0, 1, 1], [2, 0, 2, 0]], np.int32)
 
 
 def small(name):
     """Return the arrays of the catalogue's small case."""
-    return ENTRIES[name].small.draw(0)
+    return drawn(name)[0]
 
 
 def epsilon(name, value):
@@ -133,12 +134,12 @@ CALLS = [
     ),
     *(call for name in ("sum", "mean", "var", "logsumexp") for call in reductions(name)),
     *(call for name in ("max", "min") for call in reductions(name, initial=0.25)),
-    ("sigmoid_binary_cross_entropy", small("sigmoid_binary_cross_entropy"), dict(pos_weight=jnp.float32(3)), {}),
+    ("sigmoid_binary_cross_entropy", small("sigmoid_binary_cross_entropy"), dict(pos_weight=put(np.float32(3))), {}),
     *(
-        ("batch_norm", (*small("batch_norm"), (jnp.ones(3) / 2, jnp.ones(3) * 2)), {option: value}, {})
+        ("batch_norm", (*small("batch_norm"), (HALF, put(np.full(3, 2, np.float32)))), {option: value}, {})
         for option, value in dict(use_running_average=True, momentum=0.5, epsilon=0.5, use_fast_variance=True).items()
     ),
-    ("batch_norm", small("batch_norm"), dict(running=(jnp.ones(3), jnp.ones(3))), {}),
+    ("batch_norm", small("batch_norm"), dict(running=(HALF, HALF)), {}),
     ("batch_norm", normal((4, 2, 3), (3,), (3,)), dict(channel_axis=-1), {}),
     ("group_norm", small("group_norm"), dict(epsilon=0.5), dict(num_groups=2)),
     ("group_norm", normal((2, 3, 4), (4,), (4,)), dict(channel_axis=-1), dict(num_groups=2)),

@@ -9,6 +9,7 @@ import jaxbp
 
 SEQUENCES = IMAGES[0]
 VOLUMES = IMAGES[None]
+MASK = np.tile(np.tri(3, dtype=np.float32)[:, :, None, None], (6, 4))
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ VOLUMES = IMAGES[None]
         ((6, 4, (3,), 2), dict(padding="REFLECT", dtype=jnp.float16)),
         ((6, 4, (3, 2), (2, 1)), dict(padding="CIRCULAR", kernel_dilation=(2, 1))),
         ((6, 6, (2, 3), None), dict(padding=[(0, 2), 1], feature_group_count=3)),
-        ((6, 4, (3, 3)), dict(padding="VALID", mask=jnp.tri(3)[:, :, None, None] * jnp.ones((6, 4)))),
+        ((6, 4, (3, 3)), dict(padding="VALID", mask=MASK)),
         ((6, 4, (2, 3)), dict(padding=2, input_dilation=(1, 2), precision="highest")),
         ((6, 4, (2, 2, 2)), {}),
         ((6, 4, (2, 3)), dict(conv_general_dilated=lambda *args, **o: 2 * lax.conv_general_dilated(*args, **o))),
@@ -38,7 +39,7 @@ def test_conv_takes_the_options_of_flax(arguments, options):
         ((6, 4, (2,), 3), dict(transpose_kernel=True)),
         ((6, 4, (1, 2), (3, 2)), dict(padding="VALID", transpose_kernel=True)),
         ((6, 4, (3, 2), (2, 1)), dict(padding=[(0, 4), 1], kernel_dilation=(1, 2))),
-        ((6, 4, (3, 3), 2), dict(mask=jnp.tri(3)[:, :, None, None] * jnp.ones((6, 4)))),
+        ((6, 4, (3, 3), 2), dict(mask=MASK)),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
 )
