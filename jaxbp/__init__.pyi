@@ -29,7 +29,10 @@ from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d as logic_conv2d_or_po
 from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_backward as logic_conv2d_or_pool2d_backward
 from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic_conv2d_or_pool2d_with_indices
 from .logic.ops.logic_conv2d import logic_or_pool2d as logic_or_pool2d
+from .logic.ops.wire_layer import wire_layer as wire_layer
+from .logic.ops.wire_layer import wire_layer_backward as wire_layer_backward
 from .logic.wires.automaton_wires import Automaton as Automaton
+from .logic.wires.learned_wires import LearnedWires as LearnedWires
 from .logic.wires.tree_wires import TreeWires as TreeWires
 from .logic.wires.wires import Wires as Wires
 from .ops.attention.dot_product_attention import dot_product_attention as dot_product_attention

@@ -97,8 +97,11 @@ class LogicConfig(GateConfig):
     """Divisor of a class's score, the sum of its gates' outputs. None: sqrt(gates / (8 classes))."""
     levels: Annotated[int | None, Range(1)] = None
     """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
-    wiring: Literal["unique", "random"] | None = None
-    """With unique, no two gates of a layer have the same pair of inputs. None: unique if there are enough pairs."""
+    wiring: Literal["unique", "random", "learned"] | None = None
+    """With unique, no two gates of a layer have the same pair of inputs. None: unique if there are enough pairs. With
+    learned, each input of a gate chooses among candidates."""
+    candidates: Annotated[int, Range(1)] = 8
+    """Candidates per input of a gate, for wiring learned."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     parametrization: Parametrization = "softmax"
@@ -113,11 +116,14 @@ class LogicConfig(GateConfig):
         pairs = self.inputs * (self.inputs - 1) // 2
         self._fill({"tau": math.sqrt(self.gates / (8 * self.classes))})
         self._fill({"wiring": "unique" if self.gates <= pairs else "random"})
-        is_random = self.wiring == "random"
-        fits = is_random or self.inputs <= 2 * self.gates
+        is_unique = self.wiring == "unique"
+        fits = not is_unique or self.inputs <= 2 * self.gates
         self._check("gates", fits, f"at least half of the {self.inputs} bits of an example, or wiring 'random'")
-        fits = is_random or self.gates <= pairs
+        fits = not is_unique or self.gates <= pairs
         self._check("gates", fits, f"at most {pairs}, the pairs of {self.inputs} bits, or wiring 'random'")
+        most = min(self.inputs, 2 * self.gates)
+        fits = self.wiring != "learned" or self.candidates <= most
+        self._check("candidates", fits, f"at most {most}, the number of bits of an example or of wires of a layer")
 
     @property
     def inputs(self) -> int:
@@ -155,7 +161,7 @@ class LogicConfig(GateConfig):
             [self.gates] * self.layers,
             self.classes,
             tau=self.tau,
-            wiring=getattr(jaxbp.Wires, self.wiring),
+            wiring=self._wires,
             seed=self.seed,
             initialization=self.initialization,
             parametrization=self.parametrization,
@@ -163,6 +169,11 @@ class LogicConfig(GateConfig):
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
+
+    def _wires(self, inputs: int, gates: int, seed: int) -> jaxbp.Wires | jaxbp.LearnedWires:
+        if self.wiring == "learned":
+            return jaxbp.LearnedWires.random(inputs, gates, seed, candidates=self.candidates)
+        return getattr(jaxbp.Wires, self.wiring)(inputs, gates, seed)
 
     def bits(self, images: Float[Array, "batch ..."]) -> Float[Array, "batch bits"]:
         """Return the bits of images. The rows of a table are bits already."""

@@ -53,14 +53,18 @@ def softmax(logits: Array) -> Array:
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return the gradient `p * (u - Σ p * u)` with respect to the logits. Here `p = softmax(logits)` and
-    `u = COEFFICIENTS @ dc`."""
+    """Return the gradient with respect to the logits, `softmax_gradient(COEFFICIENTS @ dc, logits)`."""
+    return softmax_gradient(_times(dc, COEFFICIENTS.T), logits)
+
+
+def softmax_gradient(dp: Array, logits: Array) -> Array:
+    """Return the gradient `p * (dp - Σ p * dp)` with respect to the logits. Here `p = softmax(logits)`."""
     wide = upcast(logits)
-    p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # If one p is nearly 1, `u - Σ p * u` loses digits, unless the u of the largest p is subtracted first.
+    p = jax.nn.softmax(wide)
+    # If one p is nearly 1, `dp - Σ p * dp` loses digits, unless the dp of the largest p is subtracted first.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
-    du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
-    return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
+    dp -= lax.stop_gradient(jnp.max(jnp.where(is_largest, dp, -jnp.inf), axis=-1, keepdims=True))
+    return (p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
@@ -200,16 +204,22 @@ def straight_through(
     hard = hard[..., None]
     if parametrization == "softmax":
         relaxed = jax.nn.softmax(upcast(logits))
-        one = jax.nn.one_hot(jnp.argmax(logits, axis=-1), GATES, dtype=relaxed.dtype)
-        probabilities = jnp.where(hard, _with_gradient_of(relaxed, one), relaxed)
+        probabilities = jnp.where(hard, with_gradient_of(relaxed, one_hot_of_largest(logits)), relaxed)
     else:
         row = _rows(logits, parametrization)
-        row = jnp.where(hard, _with_gradient_of(row, (row > 0.5).astype(row.dtype)), row)[..., None, :]
+        row = jnp.where(hard, with_gradient_of(row, (row > 0.5).astype(row.dtype)), row)[..., None, :]
         probabilities = jnp.prod(jnp.where(TRUTH_TABLES, row, 1 - row), axis=-1)
     return jnp.log(probabilities + TINY)
 
 
-def _with_gradient_of(relaxed, value):
+def one_hot_of_largest(logits: Array) -> Array:
+    """Return 1 for the largest logit along the last axis, the first in a tie, and 0 for the others, in float32 or
+    wider."""
+    return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=upcast(logits).dtype)
+
+
+def with_gradient_of(relaxed: Array, value: Array) -> Array:
+    """Return `value`, with the gradient of `relaxed`."""
     return value + (relaxed - lax.stop_gradient(relaxed))
 
 

@@ -18,6 +18,7 @@ from jaxbp.catalogue import (
     Case,
     Entry,
     FixedArgument,
+    LearnedWiresArgument,
     TreeWiresArgument,
     WiresArgument,
 )
@@ -225,6 +226,14 @@ def _trees(random, entry):
     return Case((logits, wires, Argument((batch, channels, height, width))), options)
 
 
+def _wires(random, entry):
+    choices, per_group = random.integers(1, 5), random.integers(2, 4)
+    gates, inputs = per_group * random.integers(1, 4), random.integers(choices, 9)
+    wires = LearnedWiresArgument(inputs, gates, choices, per_group)
+    batch = tuple(_size(random) for _ in range(random.integers(3)))
+    return Case((Argument((2 * gates, choices)), wires, Argument((*batch, inputs))))
+
+
 def _automaton(random, entry):
     channels, perception = random.integers(2, 5), (8, 4, 2)[: random.integers(1, 4)]
     kernels, update = random.integers(1, 4), []
@@ -292,6 +301,7 @@ _GEOMETRY: Mapping[str, Callable[[Draws, Entry], Case]] = {
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_indices"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
     "conv1d": _sequences,
+    "wire_layer": _wires,
     "dot_product_attention": _attention,
     "softmax_cross_entropy": _cross_entropy,
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),

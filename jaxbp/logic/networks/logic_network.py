@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Required, TypedDict, Unpack
@@ -12,10 +13,11 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.logic.circuits.circuit import Circuit
 from jaxbp.logic.gates import Initialization, Parametrization, check_tau, hard_logits, harden, initial_logits
 from jaxbp.logic.ops.gate_layer import gate_layer
+from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import Implementation
 
-Wiring = Callable[[int, int, int], Wires]
+Wiring = Callable[[int, int, int], Wires | LearnedWires]
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
@@ -66,14 +68,16 @@ class Gates(nnx.Module):
         """Return the number of each gate's most probable function."""
         return harden(self.logits[...], self.parametrization)
 
-    def _apply(self, op, x, *, hard, **options):
+    def _apply(self, op, x, *, hard, wires=None, **options):
         logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
         options |= dict(parametrization=self.parametrization, implementation=self.implementation)
-        return op(logits, self.wires.get_value(), x.astype(self.dtype), **options)
+        return op(logits, wires or self.wires.get_value(), x.astype(self.dtype), **options)
 
 
 class LogicLayer(Gates):
-    """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
+    """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its wires.
+
+    With `LearnedWires`, `wire_logits (2 * gates, K)` are parameters as well, else None.
 
     Args:
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
@@ -81,17 +85,29 @@ class LogicLayer(Gates):
       dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
     """
 
-    def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
+    def __init__(self, wires: Wires | LearnedWires, **options: Unpack[GateOptions]):
         super().__init__(wires, (wires.gates,), **options)
+        is_learned = isinstance(wires, LearnedWires)
+        self.wire_logits = nnx.Param(wires.initial_logits(options["rngs"].params())) if is_learned else None
 
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
         """Return the gates' outputs, or with `groups` their sums, as in `jaxbp.gate_layer`.
 
-        With `hard`, each gate computes its most probable function.
+        With `hard`, each gate computes its most probable function, and reads its most probable candidates.
         """
-        return self._apply(gate_layer, x, hard=hard, groups=groups)
+        if self.wire_logits is None:
+            return self._apply(gate_layer, x, hard=hard, groups=groups)
+        wire_logits, wires = self.wire_logits[...], self.wires.get_value()
+        if hard:
+            wires = dataclasses.replace(wires, relaxation="straight_through")
+        return self._apply(gate_layer, x, hard=hard, groups=groups, wires=wires, wire_logits=wire_logits)
+
+    def hard_wires(self) -> Wires:
+        """Return the wires, or if they are learned, the wires to each gate's most probable candidates."""
+        wires = self.wires.get_value()
+        return wires if self.wire_logits is None else wires.harden(self.wire_logits[...])
 
 
 class LogicNetwork(nnx.Module):
@@ -99,7 +115,8 @@ class LogicNetwork(nnx.Module):
 
     Args:
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      wiring: a function `wiring(inputs, gates, seed)` that makes the wires of a layer.
+      wiring: a function `wiring(inputs, gates, seed)` that makes the wires of a layer, such as
+        `jaxbp.LearnedWires.random`.
       options: as in `LogicLayer`.
 
     Raises:
@@ -134,5 +151,6 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return a circuit in which each gate computes its most probable function, without the sums of class scores."""
-        return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)
+        """Return a circuit in which each gate computes its most probable function, without the sums of class scores.
+        Learned wires lead to the most probable candidates."""
+        return Circuit.of((layer.harden(), layer.hard_wires()) for layer in self.layers)

@@ -13,7 +13,7 @@ The bits of a function's number, from the highest, are its values at (a, b) = (0
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,16 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.ops._rows import (
+    features_first,
+    features_last,
+    few_have_most,
+    from_rows_of_kernels,
+    rows_of_kernels,
+    sum_over_consumers,
+)
+from jaxbp.logic.ops.wire_layer import wire_layer
+from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires, WiresArgument
 from jaxbp.pairing import (
     Implementation,
@@ -40,7 +50,6 @@ from jaxbp.pairing import (
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core import device
-from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
@@ -75,7 +84,7 @@ def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array)
         slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
         return slope if shared else dy[gate] * slope
 
-    return dc, barriers.on_cpu(_sum_over_consumers(of_consumers, wires))
+    return dc, barriers.on_cpu(sum_over_consumers(of_consumers, wires.offsets[::2], 2 * wires.gates, wires.max_fan_out))
 
 
 _MOST_PARTS = 16
@@ -118,59 +127,27 @@ def _interleaved(pair: Array) -> Array:
     return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
 
 
-_MOST_TURNS = 32
-"""Sums over up to this number of consumers per input are unrolled into gathers."""
-
-_LARGEST_PRODUCT = 2**14
-"""Up to this number of elements, a product with a 0-1 matrix `(inputs, consumers)` sums over consumers."""
-
-
-def _few_have_most(wires: Wires) -> bool:
-    most = wires.max_fan_out
-    return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
-
-
-def _sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """Sum, for each input, one term per consumer (a gate that reads the input), `(inputs, ...)`.
-
-    `terms` maps n indices into `wires.consumers` to the terms of these consumers, `(n, ...)`.
-    """
-    first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
-    if _few_have_most(wires):
-        inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)
-        if wires.inputs * places.size > _LARGEST_PRODUCT:
-            return jax.ops.segment_sum(values, inputs, wires.inputs, indices_are_sorted=True)
-        reads = jax.nn.one_hot(inputs, wires.inputs, dtype=values.dtype, axis=0)
-        return jnp.tensordot(reads, values, 1, precision=lax.Precision.HIGHEST)
-    total = 0
-    for turn in range(wires.max_fan_out):
-        values = terms(jnp.minimum(first + turn, places[-1]))
-        taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
-        total = total + jnp.where(taken, values, 0)
-    return total
-
-
 def _forward(coefficients, wires, x, *, groups=None):
-    rows = upcast(_features_first(x))
+    rows = upcast(features_first(x))
     return _values((rows[wires.a], rows[wires.b]), coefficients, x, groups)
 
 
 def _values(inputs, coefficients, x, groups):
-    y = _features_last(mixed(coefficients.T, *inputs).astype(x.dtype), x.shape[:-1])
+    y = features_last(mixed(coefficients.T, *inputs).astype(x.dtype), x.shape[:-1])
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _gradients(dy, coefficients, wires, x, *, groups=None):
-    rows, dy = upcast(_features_first(x)), _features_first(dy.astype(x.dtype))
+    rows, dy = upcast(features_first(x)), features_first(dy.astype(x.dtype))
     dy = upcast(jnp.repeat(dy, wires.gates // len(dy), axis=0))
     dc, dx = gradients_of_rows(dy, coefficients.T, wires, rows)
-    return dc.T.astype(coefficients.dtype), _features_last(dx.astype(x.dtype), x.shape[:-1])
+    return dc.T.astype(coefficients.dtype), features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
     def forward(coefficients, x):
-        return _values(_copies_of_inputs(wires, upcast(_features_first(x))), coefficients, x, groups)
+        return _values(_copies_of_inputs(wires, upcast(features_first(x))), coefficients, x, groups)
 
     return jax.vjp(forward, coefficients, x)[1](dy)
 
@@ -178,7 +155,7 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 def _copies_of_inputs(wires, rows):
     # Autodiff adds the gradients of separate copies in a fixed order, but a scatter's order varies on a GPU. If few
     # rows have most consumers, the copies need too much memory.
-    if _few_have_most(wires):
+    if few_have_most(wires.inputs, 2 * wires.gates, wires.max_fan_out):
         return rows[wires.a], rows[wires.b]
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
     return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
@@ -191,32 +168,15 @@ def _copies_read(wires):
     return jnp.zeros_like(row).at[wires.consumers].set(row * wires.max_fan_out + turn, unique_indices=True)
 
 
-def _features_first(x):
-    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # On a CPU, XLA then stores each feature as a row, and does not gather single elements.
-    return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
-
-
-def _features_last(x, shape):
-    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
-
-
-@functools.partial(jax.jit, inline=True)
-def _as_rows(x):
-    # A vector has one memory layout, so the barrier fixes it. A program with a layout constraint is not exportable.
-    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
-
-
 def _forward_kernel(coefficients, wires, x, *, groups=None):
-    y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
-    y = batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates)
+    y = forward_kernel.forward(coefficients, _graph(wires), rows_of_kernels(x))
+    y = from_rows_of_kernels(y, x.shape[:-1])
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
-    dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
-    return dc.astype(coefficients.dtype), dx
+    dx, dc = _fastest_gradients(rows_of_kernels(dy.astype(x.dtype)), coefficients, _graph(wires), rows_of_kernels(x))
+    return dc.astype(coefficients.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
 _SHORT_ROW = 512
@@ -246,10 +206,6 @@ def _fastest_gradients(dy, coefficients, graph, x):
 
 def _graph(wires):
     return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
-
-
-def _examples_last(x):
-    return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
@@ -363,9 +319,10 @@ _GATE_LAYER_BACKWARD = _public_op(
 
 def gate_layer(
     logits: Float[AnyArray, "gates parameters"],
-    wires: Wires,
+    wires: Wires | LearnedWires,
     x: Float[AnyArray, "*batch inputs"],
     *,
+    wire_logits: Float[AnyArray, "2*gates K"] | None = None,
     parametrization: Parametrization = "softmax",
     groups: int | None = None,
     implementation: Implementation = None,
@@ -378,6 +335,7 @@ def gate_layer(
     Args:
       logits: possibly in a wider dtype than x.
       x: numbers between 0 and 1.
+      wire_logits: the logits of `LearnedWires`, whose values `wire_layer` computes; None for `Wires`.
       parametrization: the meaning of the logits.
         "softmax": 16 logits, one per function.
         "input_wise": 4 numbers, one per row of the truth table, whose sigmoid is the gate's value in this row.
@@ -392,6 +350,11 @@ def gate_layer(
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
     2026.
     """
+    if isinstance(wires, LearnedWires):
+        x = wire_layer(_wire_logits(wires, wire_logits), wires, x, implementation=implementation)
+        wires, wire_logits = wires.gate_wires, None
+    if wire_logits is not None:
+        raise TypeError("gate_layer: wire_logits is given; wants None, because wires is no jaxbp.LearnedWires")
     logits, x = _check("gate_layer", logits, wires, x, parametrization, groups)
     options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
     return _GATE_LAYER(logits, wires, x, **options)
@@ -426,6 +389,12 @@ def gate_layer_backward(
     checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
     options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
     return in_dtypes_of(arguments, _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options))
+
+
+def _wire_logits(wires, logits):
+    if logits is None:
+        raise TypeError("gate_layer: wire_logits is None; wants the logits of wires, a jaxbp.LearnedWires")
+    return wires.checked_logits("gate_layer", logits, "wire_logits")
 
 
 def _check(op, logits, wires, x, parametrization, groups):

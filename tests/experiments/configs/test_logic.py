@@ -37,7 +37,8 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
         ("gates", 1000, "at least half of the 2352 bits of an example, or wiring 'random'"),
         ("tau", 0.0, "a finite number above 0"),
         ("levels", 0, "a whole number of at least 1"),
-        ("wiring", "all", "one of unique, random"),
+        ("wiring", "all", "one of unique, random, learned"),
+        ("candidates", 0, "a whole number of at least 1"),
         ("initialization", "zeros", "one of residual, normal"),
         ("parametrization", "fourier", "one of softmax, input_wise, walsh"),
     ],
@@ -45,6 +46,17 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
     with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConfig(**{field: value})
+
+
+def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bits():
+    config = LogicConfig(wiring="learned", layers=2, gates=1000, candidates=16)
+    layers = config.network(jax.random.key(0)).layers
+    assert [(layer.wires.get_value().inputs, layer.wires.get_value().choices) for layer in layers] == [
+        (2352, 16),
+        (1000, 16),
+    ]
+    with pytest.raises(UserError, match="^candidates is 30; wants at most 20, the number of bits of an example"):
+        LogicConfig(wiring="learned", gates=10, candidates=30)
 
 
 def shapes(config, images):

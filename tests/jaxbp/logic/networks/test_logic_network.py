@@ -1,3 +1,4 @@
+import functools
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxbp
-from jaxbp import Wires
+from jaxbp import LearnedWires, Netlist, Wires
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.nn import LogicLayer, LogicNetwork, thermometer
 
@@ -85,6 +86,23 @@ def test_the_hardened_network_is_its_circuit(parametrization):
     outputs = network.harden()(np.asarray(x) > 0)
     assert np.array_equal(network(x, hard=True), outputs.reshape(50, 5, 6).sum(axis=-1).astype(np.float32))
     assert not np.array_equal(network(x), network(x, hard=True))
+
+
+@pytest.mark.parametrize("relaxation", ["straight_through", "softmax"])
+def test_the_hardened_network_with_learned_wires_is_its_circuit(relaxation):
+    wiring = functools.partial(LearnedWires.random, candidates=4, relaxation=relaxation)
+    options = dict(wiring=wiring, initialization="normal", parametrization="walsh")
+    network = LogicNetwork(16, [40, 30], 5, **options, rngs=nnx.Rngs(1))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(network, nnx.Param))]
+    assert sorted(shapes) == [(30, 4), (40, 4), (60, 4), (80, 4)]
+    x, circuit = bits((50, 16)), network.harden()
+    outputs = circuit(np.asarray(x) > 0)
+    assert np.array_equal(network(x, hard=True), outputs.reshape(50, 5, 6).sum(axis=-1).astype(np.float32))
+    assert not np.array_equal(network(x), network(x, hard=True))
+    netlist = Netlist.of(circuit).simplify()
+    read = {gate for cone in netlist.cones() for gate in cone}
+    assert len(read) == len(netlist) < 70, "gates that no output needs are removed"
+    assert np.array_equal(netlist(np.asarray(x) > 0), outputs)
 
 
 def test_half_precision_is_that_of_what_flows_through_the_gates_alone():

@@ -1,0 +1,73 @@
+"""Arrays with one row per feature, and sums over the readers of each row."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxbp.common import barriers
+from pallas_kernels.core.arrays import batch_first, batch_last
+
+_MOST_TURNS = 32
+"""Sums over up to this number of consumers per input are unrolled into gathers."""
+
+_LARGEST_PRODUCT = 2**14
+"""Up to this number of elements, a product with a 0-1 matrix `(inputs, consumers)` sums over consumers."""
+
+
+def few_have_most(inputs: int, consumers: int, max_fan_out: int) -> bool:
+    """Return whether a few inputs have most of the consumers."""
+    return max_fan_out > _MOST_TURNS or max_fan_out * inputs > 2 * consumers + inputs
+
+
+def sum_over_consumers(terms: Callable[[Array], Array], offsets: Array, consumers: int, max_fan_out: int) -> Array:
+    """Sum, for each input, one term per consumer, which is a reader of the input: `(inputs, ...)`.
+
+    `terms` maps n indices of consumers, which are sorted by input, to the terms of these consumers, `(n, ...)`. Input i
+    has the consumers from `offsets[i]` to `offsets[i + 1] - 1`.
+    """
+    first, end, places, inputs = offsets[:-1], offsets[1:], np.arange(consumers), offsets.size - 1
+    if few_have_most(inputs, consumers, max_fan_out):
+        read, values = jnp.searchsorted(end, places, side="right"), terms(places)
+        if inputs * consumers > _LARGEST_PRODUCT:
+            return jax.ops.segment_sum(values, read, inputs, indices_are_sorted=True)
+        reads = jax.nn.one_hot(read, inputs, dtype=values.dtype, axis=0)
+        return jnp.tensordot(reads, values, 1, precision=lax.Precision.HIGHEST)
+    total = 0
+    for turn in range(max_fan_out):
+        values = terms(jnp.minimum(first + turn, places[-1]))
+        taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
+        total = total + jnp.where(taken, values, 0)
+    return total
+
+
+def features_first(x: Array) -> Array:
+    """Return x with one row per feature, `(features, examples)`."""
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
+    # On a CPU, XLA then stores each feature as a row, and does not gather single elements.
+    return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
+
+
+def features_last(x: Array, shape: tuple[int, ...]) -> Array:
+    """Return the inverse of `features_first`, with the batch axes `shape`."""
+    return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
+
+
+@functools.partial(jax.jit, inline=True)
+def _as_rows(x):
+    # A vector has one memory layout, so the barrier fixes it. A program with a layout constraint is not exportable.
+    return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
+
+
+def rows_of_kernels(x: Array) -> Array:
+    """Return x with one row per feature, whose examples are padded as kernels need them."""
+    return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def from_rows_of_kernels(rows: Array, shape: tuple[int, ...]) -> Array:
+    """Return the inverse of `rows_of_kernels`, with the batch axes `shape`."""
+    return batch_first(rows, math.prod(shape)).reshape(*shape, rows.shape[0])

@@ -1,0 +1,208 @@
+"""Learned wires: the inputs of gates choose among candidates."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxbp.common import barriers, checks
+from jaxbp.common.cases import BATCH, Case, Entry, case_of
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast
+from jaxbp.logic import gates
+from jaxbp.logic.ops._rows import (
+    features_first,
+    features_last,
+    from_rows_of_kernels,
+    rows_of_kernels,
+    sum_over_consumers,
+)
+from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
+from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing.mesh import batched
+from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
+
+
+def _weights(logits, wires):
+    p = jax.nn.softmax(upcast(logits))
+    if wires.relaxation == "softmax":
+        return p
+    return gates.with_gradient_of(p, gates.one_hot_of_largest(logits))
+
+
+def _by_group(rows, wires):
+    return rows.reshape(wires.groups, rows.shape[0] // wires.groups, rows.shape[-1])
+
+
+_products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def _forward(weights, wires, x):
+    values = upcast(features_first(x))[wires.candidates]
+    y = _products("qwk,qkn->qwn", _by_group(weights, wires), values)
+    return features_last(y.reshape(2 * wires.gates, y.shape[-1]).astype(x.dtype), x.shape[:-1])
+
+
+def _gradients(dy, weights, wires, x):
+    dy, values = _by_group(upcast(features_first(dy)), wires), upcast(features_first(x))[wires.candidates]
+    dweights = _products("qwn,qkn->qwk", dy, values).reshape(weights.shape)
+    dvalues = barriers.on_cpu(_products("qwk,qwn->qkn", _by_group(weights, wires), dy))
+    return dweights, features_last(_gradient_of_rows(dvalues, wires).astype(x.dtype), x.shape[:-1])
+
+
+def _gradient_of_rows(dvalues, wires):
+    dvalues = dvalues.reshape(wires.readers.size, dvalues.shape[-1])
+    offsets, fan_out = wires.reader_offsets, wires.max_fan_out
+    return sum_over_consumers(lambda at: dvalues[wires.readers[at]], offsets, wires.readers.size, fan_out)
+
+
+def _forward_kernel(weights, wires, x):
+    return from_rows_of_kernels(mixtures(weights, wires.candidates, rows_of_kernels(x)), x.shape[:-1])
+
+
+def _gradients_kernel(dy, weights, wires, x):
+    arrays = rows_of_kernels(dy), weights, wires.candidates, rows_of_kernels(x)
+    dvalues, dweights = mixtures_gradients(*arrays)
+    dx = _gradient_of_rows(dvalues, wires).astype(x.dtype)
+    return dweights.astype(weights.dtype), from_rows_of_kernels(dx, x.shape[:-1])
+
+
+_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
+_GRADIENTS = {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched("dy", "x"))}
+
+
+# As in `gate_layer`, logits of half precision are cast to float32 first.
+
+
+def _wide_layer(logits, wires, x, *, implementation):
+    return _FORWARD[implementation](_weights(logits, wires), wires, x)
+
+
+def _save(logits, wires, x, *, implementation):
+    weights = _weights(logits, wires)
+    return _FORWARD[implementation](weights, wires, x), (logits, weights, wires, x)
+
+
+def _wide_gradients(dy, logits, weights, wires, x, *, implementation):
+    dweights, dx = _GRADIENTS[implementation](dy, weights, wires, x)
+    return gates.softmax_gradient(dweights, logits), None, dx
+
+
+def _pair(name):
+    layer, save, backward = (functools.partial(f, implementation=name) for f in (_wide_layer, _save, _wide_gradients))
+    return Pair(layer, {name: backward}, save=save, name="wire_layer")
+
+
+_LAYERS = {name: _pair(name) for name in ("pallas", "xla")}
+
+
+def _layer(logits, wires, x, *, implementation):
+    return _LAYERS[implementation](upcast(logits), wires, x, implementation=implementation)
+
+
+def _layer_backward(dy, logits, wires, x, *, implementation):
+    wide = upcast(logits)
+    dwide, _, dx = _wide_gradients(dy, wide, _weights(wide, wires), wires, x, implementation=implementation)
+    return dwide.astype(logits.dtype), dx
+
+
+def _definition(logits, wires, x):
+    values = upcast(x)[..., wires.candidates]
+    y = _products("qwk,...qk->...qw", _by_group(_weights(logits, wires), wires), values)
+    return y.reshape(*x.shape[:-1], 2 * wires.gates).astype(x.dtype)
+
+
+def _definition_backward(dy, logits, wires, x):
+    return jax.vjp(lambda logits, x: _definition(logits, wires, x), logits, x)[1](dy)
+
+
+def _unsupported(*arrays):
+    *_, logits, wires, _ = arrays
+    return checks.unsupported_dtype(*arrays) or unsupported_group(logits, wires.candidates)
+
+
+_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
+_WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
+_WIRE_LAYER_BACKWARD = _public_op(
+    "wire_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+)
+
+
+def wire_layer(
+    logits: Float[AnyArray, "2*gates K"],
+    wires: LearnedWires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch 2*gates"]:
+    """Return the values of learned wires, `y_w = Σ_k weights_wk v_k`.
+
+    Here v_k is the value of candidate k of wire w, `x[..., candidates[q, k]]` for the wire's group q. With
+    `relaxation="softmax"`, the weights are `softmax(logits_w)`. With "straight_through", the weight of the candidate
+    with the largest logit is 1, and the others are 0.
+
+    Args:
+      logits: one row per wire, possibly in a wider dtype than x.
+      x: numbers between 0 and 1.
+
+    Returns:
+      y, in x's dtype. `gate_layer` reads it through `wires.gate_wires`.
+
+    Source: as in `jaxbp.LearnedWires`.
+    """
+    logits, x = _check("wire_layer", logits, wires, x)
+    return _WIRE_LAYER(logits, wires, x, implementation=implementation)
+
+
+def wire_layer_backward(
+    dy: Float[AnyArray, "*batch 2*gates"],
+    logits: Float[AnyArray, "2*gates K"],
+    wires: LearnedWires,
+    x: Float[AnyArray, "*batch inputs"],
+    *,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "2*gates K"], Float[Array, "*batch inputs"]]:
+    """Gradients of `wire_layer`. With `p = softmax(logits_w)`, and with v and the weights as in `wire_layer`,
+
+        dweights_k = Σ_batch dy_w v_k
+        dlogits_k = p_k (dweights_k - Σ_j p_j dweights_j)
+        dv_k = Σ_w weights_wk dy_w
+        dx_i = Σ dv over the groups that have input i as a candidate
+
+    With `relaxation="straight_through"`, dlogits is not the derivative of the forward, which is 0 almost everywhere.
+    """
+    op = "wire_layer_backward"
+    arguments = logits, x
+    logits, x = _check(op, logits, wires, x)
+    dy, x = checks.floating(op, dy=dy, x=x)
+    checks.shape(op, "dy", dy, *x.shape[:-1], 2 * wires.gates)
+    return in_dtypes_of(arguments, _WIRE_LAYER_BACKWARD(dy, logits, wires, x, implementation=implementation))
+
+
+def _check(op, logits, wires, x):
+    if not isinstance(wires, LearnedWires):
+        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.LearnedWires")
+    logits = wires.checked_logits(op, logits)
+    (x,) = checks.only_floating(op, x=x)
+    if x.ndim == 0 or x.shape[-1] != wires.inputs:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
+    return logits, x
+
+
+def _wire_case(inputs: int, gates: int, *dy: tuple) -> Case:
+    arguments = (2 * gates, 8), LearnedWiresArgument(inputs, gates, 8), (BATCH, inputs)
+    return Case(case_of(*dy, *arguments).arguments, batch=8192)
+
+
+_SMALL = (8, 3), LearnedWiresArgument(5, 4, 3, 2), (2, 3, 5)
+ENTRIES = (
+    Entry(wire_layer, case_of(*_SMALL), {"8000->8000": _wire_case(8000, 8000)}),
+    Entry(
+        wire_layer_backward,
+        case_of((2, 3, 8), *_SMALL),
+        {"8000->8000": _wire_case(8000, 8000, (BATCH, 16000))},
+    ),
+)

@@ -1,0 +1,167 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, every_implementation, in_float64, launching_program, normal, ours
+
+import jaxbp
+from jaxbp import LearnedWires
+from jaxbp.verify import check
+from pallas_kernels.core.device import HOPPER, targeting
+
+RELAXATIONS = ("softmax", "straight_through")
+# Input 4 is no candidate, and a group has an input twice.
+CANDIDATES = [[3, 0, 3], [0, 5, 1], [2, 0, 1]]
+WIRES = {relaxation: LearnedWires.from_candidates(CANDIDATES, 6, 6, relaxation) for relaxation in RELAXATIONS}
+every_relaxation = pytest.mark.parametrize("relaxation", RELAXATIONS)
+
+
+@functools.cache
+def value_and_gradients(implementation):
+
+    @jax.jit
+    def run(dy, logits, wires, x):
+        layer = functools.partial(jaxbp.wire_layer, wires=wires, implementation=implementation)
+        y, vjp = jax.vjp(lambda logits, x: layer(logits, x=x), logits, x)
+        return (y, *vjp(dy)), jaxbp.wire_layer_backward(dy, logits, wires, x, implementation=implementation)
+
+    return run
+
+
+def by_the_definition(dy, logits, wires, x):
+    """Return y, dlogits, and dx, one wire and one candidate at a time."""
+    dy, logits, x = (np.asarray(a, np.float64) for a in (dy, logits, x))
+    y, dlogits, dx = np.zeros_like(dy), np.zeros_like(logits), np.zeros_like(x)
+    of_group = len(logits) // wires.groups
+    for w, row in enumerate(logits):
+        p = np.exp(row) / np.exp(row).sum()
+        weights = p if wires.relaxation == "softmax" else np.eye(len(row))[np.argmax(row)]
+        candidates = np.asarray(wires.candidates)[w // of_group]
+        y[..., w] = x[..., candidates] @ weights
+        dweights = dy[..., w].ravel() @ x[..., candidates].reshape(-1, len(row))
+        dlogits[w] = p * (dweights - p @ dweights)
+        for weight, candidate in zip(weights, candidates, strict=True):
+            dx[..., candidate] += weight * dy[..., w]
+    return y, dlogits, dx
+
+
+@every_relaxation
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_and_gradients_are_the_formulas(implementation, relaxation, dtype):
+    dy, x, logits = (*(a.astype(dtype) for a in normal((2, 3, 12), (2, 3, 6))), *normal((12, 3), seed=1))
+    exact = by_the_definition(dy, logits, WIRES[relaxation], x)
+    results, (dlogits, dx) = value_and_gradients(implementation)(dy, logits, WIRES[relaxation], x)
+    assert_close(results, exact, dtype)
+    assert_close((dlogits, dx), exact[1:], dtype)
+    assert [a.dtype for a in results] == [dtype, "float32", dtype]
+
+
+@every_relaxation
+def test_in_float64_the_formula_and_autodiff_agree(relaxation):
+    arrays = *normal((3, 12), (12, 3)), WIRES[relaxation], *normal((3, 6), seed=1)
+    results = (in_float64(value_and_gradients(name), *arrays) for name in ("xla", "autodiff"))
+    assert_close(*results, 1e-14)
+
+
+def test_the_gradient_of_straight_through_passes_check_against_a_function_with_this_gradient():
+
+    def layer(logits, x, relaxation="straight_through"):
+        return jaxbp.wire_layer(logits, WIRES[relaxation], x, implementation="xla")
+
+    def with_this_gradient(logits, x):
+        frozen = [jax.lax.stop_gradient(a) for a in (logits, x)]
+        return layer(logits, frozen[1], "softmax") + layer(frozen[0], x)
+
+    arrays = normal((12, 3), (3, 6))
+    # Numbers near ties would change the selected candidate.
+    assert check(layer, *arrays, gradient_of=with_this_gradient, added=["cotangents"])
+    softmax = functools.partial(layer, relaxation="softmax")
+    assert not check(layer, *arrays, gradient_of=softmax, added=["cotangents"])
+
+
+@ours
+@pytest.mark.parametrize("candidates", [[[5, 0]] * 8, [[0, 1]] * 7 + [[0, 40]]], ids=["all groups", "skewed"])
+def test_gradients_sum_over_all_groups_with_a_candidate(candidates, implementation):
+    wires = LearnedWires.from_candidates(candidates, 8, 41, "softmax")
+    arrays = *normal((3, 16), (16, 2)), wires, *normal((3, 41), seed=1)
+    assert_close(value_and_gradients(implementation)(*arrays)[1], by_the_definition(*arrays)[1:], "float32")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_no_array_has_one_number_per_wire_candidate_and_example(implementation):
+    wires = jax.eval_shape(lambda: LearnedWires.random(64, 64, seed=0, candidates=16))
+    shapes = (256, 128), (128, 16), (256, 64)
+    dy, logits, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    with targeting(HOPPER):
+        program = str(jax.make_jaxpr(value_and_gradients(implementation))(dy, logits, wires, x))
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", program)]
+    assert max(sizes) == 256 * 128
+
+
+def test_kernels_that_nothing_needs_are_not_launched():
+    arrays = normal((12, 3), (128, 6))
+    layer = functools.partial(jaxbp.wire_layer, wires=WIRES["softmax"], implementation="pallas")
+    for argnums, launches in (((0, 1), 2), (0, 2), (1, 2)):
+        gradient = jax.grad(lambda logits, x: jnp.sum(jnp.sin(layer(logits, x=x))), argnums)
+        assert launching_program(gradient, *arrays).count("@kernel.") == launches
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+SOFT = WIRES["softmax"]
+REFUSED = {
+    "fixed wires": (
+        lambda: jaxbp.wire_layer(zeros(12, 3), SOFT.gate_wires, zeros(2, 6)),
+        TypeError,
+        "wire_layer: wires is a Wires; wants a jaxbp.LearnedWires",
+    ),
+    "other logits": (
+        lambda: jaxbp.wire_layer(zeros(6, 3), SOFT, zeros(2, 6)),
+        ValueError,
+        "wire_layer: logits has shape (6, 3); wants (12, 3)",
+    ),
+    "other inputs": (
+        lambda: jaxbp.wire_layer(zeros(12, 3), SOFT, zeros(2, 5)),
+        ValueError,
+        "wire_layer: x has shape (2, 5); wants (..., 6), the number of inputs of wires",
+    ),
+    "dy of other wires": (
+        lambda: jaxbp.wire_layer_backward(zeros(2, 6), zeros(12, 3), SOFT, zeros(2, 6)),
+        ValueError,
+        "wire_layer_backward: dy has shape (2, 6); wants (2, 12)",
+    ),
+    "bits": (
+        lambda: jaxbp.wire_layer(zeros(12, 3), SOFT, zeros(2, 6, dtype=bool)),
+        TypeError,
+        "wire_layer: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "large groups": (
+        lambda: jaxbp.wire_layer(
+            zeros(80, 40), LearnedWires.from_candidates([range(40)], 40, 40), zeros(2, 40), implementation="pallas"
+        ),
+        NotImplementedError,
+        "wire_layer: implementation='pallas' does not take 3200 weights per group, only 1024",
+    ),
+    "no logits of wires": (
+        lambda: jaxbp.gate_layer(zeros(6, 16), SOFT, zeros(2, 6)),
+        TypeError,
+        "gate_layer: wire_logits is None; wants the logits of wires, a jaxbp.LearnedWires",
+    ),
+    "logits of fixed wires": (
+        lambda: jaxbp.gate_layer(zeros(6, 16), SOFT.gate_wires, zeros(2, 12), wire_logits=zeros(12, 3)),
+        TypeError,
+        "gate_layer: wire_logits is given; wants None, because wires is no jaxbp.LearnedWires",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        call()
