@@ -31,6 +31,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
     workloads += [mixture_of_experts_workload(8, 4096, 14336, 2), mixture_of_experts_workload(128, 2048, 768, 8)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
+    workloads += [logic_workload("logic-learned", 8000, (128,), candidates=8)]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
     workloads += [automaton_workload(size) for size in AUTOMATON_BATCHES]
     named = [

@@ -45,16 +45,30 @@ def mixer_workload() -> Workload:
 
 
 def logic_workload(
-    name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
+    name: str,
+    gates: int,
+    cpu_batches: tuple[int, ...],
+    parametrization: Parametrization = "softmax",
+    candidates: int | None = None,
 ) -> Workload:
-    """Return a training step of the published logic network for MNIST: six layers of `gates` gates each."""
-    network = functools.partial(logic_network, gates, parametrization)
-    baselines = {FOUR_COEFFICIENTS: _scores} if parametrization == "softmax" else {}
+    """Return a training step of the published logic network for MNIST: six layers of `gates` gates each.
+
+    With `candidates`, each input of a gate chooses among this number of candidates.
+    """
+    network = functools.partial(logic_network, gates, parametrization, candidates)
+    baselines = {FOUR_COEFFICIENTS: _scores} if parametrization == "softmax" and candidates is None else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimizer=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
-        name, f"6x{gates}", {"gates": gates}, network, (784,), batches, baselines=baselines, **options
+        name,
+        f"6x{gates}",
+        {"gates": gates} | ({} if candidates is None else {"candidates": candidates}),
+        network,
+        (784,),
+        batches,
+        baselines=baselines,
+        **options,
     )
 
 
@@ -71,13 +85,15 @@ def _draw_bits(key, shape):
 _ADAM = functools.partial(fused_adamw, 0.01)
 
 
-def logic_network(gates: int, parametrization: Parametrization = "softmax", **options: str | None) -> LogicNetwork:
+def logic_network(
+    gates: int, parametrization: Parametrization = "softmax", candidates: int | None = None, **options: str | None
+) -> LogicNetwork:
     return LogicNetwork(
         784,
         [gates] * 6,
         10,
         tau=math.sqrt(gates / 80),
-        wiring=_unique_wires,
+        wiring=_unique_wires if candidates is None else functools.partial(_learned_wires, candidates=candidates),
         initialization="normal",
         parametrization=parametrization,
         **options_of(**options),
@@ -143,7 +159,7 @@ def logic_conv_network(
     )
 
 
-_unique_wires = functools.cache(jaxbp.Wires.unique)
+_unique_wires, _learned_wires = map(functools.cache, (jaxbp.Wires.unique, jaxbp.LearnedWires.random))
 
 
 def _cross_entropy(model, inputs, labels, implementation):

@@ -28,9 +28,10 @@ import numpy as np
 from flax import nnx
 
 from experiments import train
-from experiments.configs import LogicConvConfig, TrainingConfig
+from experiments.configs import LogicConfig, TrainingConfig
 from experiments.configs.automaton_base import AutomatonConfig
 from experiments.configs.automaton_experiments import LifeConfig
+from experiments.configs.logic import GateConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
 from experiments.studies import write_rows
@@ -120,12 +121,15 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
         circuit = model.harden().seen(config.visible)
         shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)
         return shares | {"gates": circuit.gates}
-    if not isinstance(config, LogicConvConfig):
+    if not isinstance(config, GateConfig):
         return {}
     circuit, bits = model.harden(), np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     relaxed = np.mean(relaxed_predictions(model, bits, config.batch_size) == dataset.test_labels)
-    figures = {"placed_gates": circuit.placed_gates, "simplified_gates": len(circuit.netlist())}
-    figures["relaxed"] = float(relaxed)
+    figures = {"relaxed": float(relaxed)}
+    if isinstance(config, LogicConfig):
+        netlist = circuit.netlist()
+        return figures | {"gates": len(netlist), "simplified_gates": len(netlist.simplify())}
+    figures |= {"placed_gates": circuit.placed_gates, "simplified_gates": len(circuit.netlist())}
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
             classify = compiled_classifier(circuit, model.classes, compiler, Path(folder))

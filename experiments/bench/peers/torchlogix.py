@@ -25,10 +25,12 @@ from experiments.bench.training_workloads import (
     logic_network,
     logic_workload,
 )
+from jaxbp import LearnedWires
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
 WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
+LEARNED = "torchlogix omits the softmax's derivative in the gradients of its learned connections"
 
 
 def variants(task):
@@ -56,12 +58,27 @@ def _network(name, task, arguments):
             size = (size + 2 * convolution.padding - convolution.wires.get_value().window[0] + 1) // convolution.pool
         layers.append(torch.nn.Flatten())
     for layer in head.layers:
-        wires = layer.wires.get_value()
-        layers.append(LogicDense(wires.inputs, wires.gates, **options))
-        layers[-1].connections.indices = torch.stack([tensor(wires.a), tensor(wires.b)])
-        layers[-1].weight.data = tensor(layer.logits[...]).clone()
+        layers.append(_dense(layer, options))
     model = torch.nn.Sequential(*layers, GroupSum(network.classes, head.tau, device=bits.device))
     return model, list(model.parameters()), lambda model: F.cross_entropy(model(bits), labels)
+
+
+def _dense(ours, options):
+    wires = ours.wires.get_value()
+    if isinstance(wires, LearnedWires):
+        kind = dict(connections="learnable", connections_kwargs=dict(num_candidates=wires.choices))
+        layer = LogicDense(wires.inputs, wires.gates, **options, **kind)
+        candidates = np.repeat(wires.candidates, 2 * wires.gates // wires.groups, axis=0)
+        by_gate = (
+            tensor(a).reshape(wires.gates, 2, -1).permute(2, 1, 0).contiguous()
+            for a in (candidates, ours.wire_logits[...])
+        )
+        layer.connections.indices, layer.connections.weights.data = by_gate
+    else:
+        layer = LogicDense(wires.inputs, wires.gates, **options)
+        layer.connections.indices = torch.stack([tensor(wires.a), tensor(wires.b)])
+    layer.weight.data = tensor(ours.logits[...]).clone()
+    return layer
 
 
 def _convolution(ours, size, options):
@@ -95,6 +112,8 @@ def _compared(name, task, run):
     measured = run()
     if task.op == "logic-conv":
         measured["results"] = _joined(measured["results"], task.options["place"])
+    if task.options.get("candidates"):
+        return measured | {"results": None, "error_reason": LEARNED}
     if name == "light":
         return measured | {"reference": _reference(name, task)}
     return measured | {"results": None, "error_reason": WARP} if name == "warp" else measured

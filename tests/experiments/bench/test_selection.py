@@ -24,6 +24,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
         "mixer",
         "logic",
         "logic-large",
+        "logic-learned",
         "logic-conv",
         "automaton",
     }

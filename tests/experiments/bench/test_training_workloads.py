@@ -17,6 +17,13 @@ def test_a_logic_network_has_the_parameters_of_its_parametrization(parametrizati
     assert jnp.isfinite(loss) and {a.shape for a in jax.tree.leaves(gradients)} == {(1000, parameters)}
 
 
+def test_a_logic_network_with_candidates_learns_its_wires():
+    workload = logic_workload("logic-learned", 400, (), candidates=4)
+    assert (workload.options, workload.baselines) == ({"gates": 400, "candidates": 4}, {})
+    loss, gradients = jax.eval_shape(workload.function("xla", "float32"), *workload.draw(0, 2, "float32"))
+    assert {a.shape for a in jax.tree.leaves(gradients)} == {(400, 16), (800, 4)} and loss.shape == ()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_steps_in_half_precision_train_parameters_of_float32(workload_at, dtype):
     workload = workload_at("mixer")

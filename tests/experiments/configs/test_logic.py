@@ -55,7 +55,7 @@ def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bi
         (2352, 16),
         (1000, 16),
     ]
-    with pytest.raises(UserError, match="^candidates is 30; wants at most 20, the number of bits of an example"):
+    with pytest.raises(UserError, match=r"^candidates is 30; wants at most 20, the number of bits of an example"):
         LogicConfig(wiring="learned", gates=10, candidates=30)
 
 

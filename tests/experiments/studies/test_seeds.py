@@ -60,6 +60,13 @@ def test_automata_say_how_often_they_are_right(tiny_automaton, monkeypatch):
     assert row["updates"] == 80 and row["gates"] > 0
 
 
+def test_logic_networks_say_how_many_gates_remain_when_simplified():
+    settings = "logic --wiring learned --candidates 4 --layers 1 --gates 50 --levels 1 --epochs 1"
+    settings += " --initialization normal --implementation xla"
+    row = seeds.trained((settings, 0))
+    assert row["gates"] == 50 >= row["simplified_gates"] > 0 and 0 < row["relaxed"] <= 1
+
+
 def test_convolutional_logic_networks_say_what_their_circuit_is(tmp_path):
     row = seeds.trained(("logic-conv --kernels 1 --epochs 1", 0))
     assert row["placed_gates"] > row["simplified_gates"] > 0 and 0 < row["relaxed"] <= 1

@@ -97,3 +97,11 @@ def test_of_a_convolutional_network_the_variant_without_a_compiler_comes_first(p
     assert names[2:4] == ["light, CUDA graph", "light, compiled layers, CUDA graph"]
     names = [name for name, *_ in peer.variants(dataclasses.replace(task, op="logic", options={"gates": 40}))]
     assert names == [f"{name}, compile, reduce-overhead" for name in peer.PARAMETRIZATIONS]
+
+
+def test_its_learned_connections_have_our_candidates_and_loss(peer):
+    workload = training_workloads.logic_workload("logic-learned", 400, (), candidates=4)
+    task = task_of(workload)
+    model, _, loss_of = peer._network("raw", task, task.small)
+    loss, _ = jax.jit(workload.function("xla", "float32"))(*task.small)
+    assert float(loss_of(model)) == pytest.approx(float(loss), rel=1e-5)
