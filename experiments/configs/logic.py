@@ -100,8 +100,8 @@ class LogicConfig(GateConfig):
     wiring: Literal["unique", "random", "learned"] | None = None
     """With unique, no two gates of a layer have the same pair of inputs. None: unique if there are enough pairs. With
     learned, each input of a gate chooses among candidates."""
-    candidates: Annotated[int, Range(1)] = 8
-    """Candidates per input of a gate, for wiring learned."""
+    candidates: Annotated[int | None, Range(1)] = None
+    """Candidates per input of a gate, for wiring learned. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     parametrization: Parametrization = "softmax"
@@ -121,9 +121,10 @@ class LogicConfig(GateConfig):
         self._check("gates", fits, f"at least half of the {self.inputs} bits of an example, or wiring 'random'")
         fits = not is_unique or self.gates <= pairs
         self._check("gates", fits, f"at most {pairs}, the pairs of {self.inputs} bits, or wiring 'random'")
-        most = min(self.inputs, 2 * self.gates)
+        most = min(self.inputs, self.gates) if self.layers > 1 else min(self.inputs, 2 * self.gates)
+        self._fill({"candidates": min(16, most)})
         fits = self.wiring != "learned" or self.candidates <= most
-        self._check("candidates", fits, f"at most {most}, the number of bits of an example or of wires of a layer")
+        self._check("candidates", fits, f"at most {most}, the number of bits of an example or of gates of a layer")
 
     @property
     def inputs(self) -> int:

@@ -33,6 +33,9 @@ class LogicEstimator(BaseEstimator):
     layer can read every bit."""
     layers: int = 3
     """Number of layers of gates."""
+    candidates: int | None = None
+    """Number of candidates among which each input of a gate in these layers chooses. None: the wires are not
+    learned."""
     thresholds: int = 15
     """Largest number of thresholds per feature."""
     epochs: int | None = None
@@ -111,8 +114,9 @@ class LogicEstimator(BaseEstimator):
         op = type(self).__name__
         for name in ("gates", "layers", "thresholds", "batch_size", "n_iter_no_change"):
             checks.count(op, name, getattr(self, name))
-        if self.epochs is not None:
-            checks.count(op, "epochs", self.epochs)
+        for name in ("epochs", "candidates"):
+            if getattr(self, name) is not None:
+                checks.count(op, name, getattr(self, name))
         for name, most in (("learning_rate", np.inf), ("validation_fraction", 1)):
             value = getattr(self, name)
             if not checks.is_number(value) or not 0 < value < most:

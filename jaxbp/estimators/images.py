@@ -68,7 +68,8 @@ class LogicConvClassifier(Classifier):
         convolutions, last = self.convolutions, groups * self.gates
         if convolutions is None:
             convolutions = halving_convolutions(height, width, 128 if height * width < 256 else 32, 512)
-        return Network(len(self.quantizer_), (last,) * self.layers, groups, shape, tuple(convolutions))
+        widths = (last,) * self.layers
+        return Network(len(self.quantizer_), widths, groups, shape, tuple(convolutions), self.candidates)
 
     def network_bits(self, bits):
         _, height, width = self._shape

@@ -27,7 +27,8 @@ class TableEstimator(LogicEstimator):
 
     def network(self, groups: int) -> Network:
         inputs, last = len(self._sources()), groups * self.gates
-        return Network(inputs, (*[max(last, inputs // 2)] * (self.layers - 1), last), groups)
+        widths = (*[max(last, inputs // 2)] * (self.layers - 1), last)
+        return Network(inputs, widths, groups, candidates=self.candidates)
 
     def network_bits(self, bits):
         return bits[:, self._sources()]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbp.logic.networks.logic_conv import LogicConvNetwork, LogicConvolution
 from jaxbp.logic.networks.logic_network import LogicNetwork
+from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.training import loop
 from jaxbp.training.loop import TrainState
@@ -30,9 +31,12 @@ class Network:
     groups: int
     image: tuple[int, int, int] | None = None
     convolutions: tuple[LogicConvolution, ...] = ()
+    candidates: int | None = None
 
     def build(self) -> nnx.Module:
-        options = dict(wiring=Wires.random, parametrization="walsh", rngs=nnx.Rngs(0))
+        learned = functools.partial(LearnedWires.random, candidates=self.candidates)
+        wiring = Wires.random if self.candidates is None else learned
+        options = dict(wiring=wiring, parametrization="walsh", rngs=nnx.Rngs(0))
         if self.image is None:
             return LogicNetwork(self.inputs, self.widths, self.groups, **options)
         return LogicConvNetwork(self.image, self.convolutions, self.widths, self.groups, **options)

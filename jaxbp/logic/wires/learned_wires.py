@@ -14,7 +14,7 @@ from jaxbp.logic.wires.wires import Wires, bounded_count, constants, require_bel
 
 Relaxation = Literal["straight_through", "softmax"]
 GATES_PER_GROUP = 8
-"""Fewer gates per group give the same accuracy, and slower kernels: docs/lab/2026-11-29-learned-wires.md."""
+"""With 16 candidates, the kernels read as many rows as with fixed wires: docs/lab/2026-11-29-learned-wires.md."""
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +113,7 @@ class LearnedWires(ByContent):
         gates: int,
         seed: int,
         *,
-        candidates: int = 8,
+        candidates: int = 16,
         gates_per_group: int | None = None,
         relaxation: Relaxation = "straight_through",
     ) -> "LearnedWires":

@@ -49,13 +49,13 @@ def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
 
 
 def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bits():
-    config = LogicConfig(wiring="learned", layers=2, gates=1000, candidates=16)
+    config = LogicConfig(wiring="learned", layers=2, gates=1000)
     layers = config.network(jax.random.key(0)).layers
     assert [(layer.wires.get_value().inputs, layer.wires.get_value().choices) for layer in layers] == [
         (2352, 16),
         (1000, 16),
     ]
-    with pytest.raises(UserError, match=r"^candidates is 30; wants at most 20, the number of bits of an example"):
+    with pytest.raises(UserError, match=r"^candidates is 30; wants at most 10, the number of bits of an example"):
         LogicConfig(wiring="learned", gates=10, candidates=30)
 
 

@@ -54,6 +54,12 @@ def test_a_network_learns_and_another_data_set_of_its_padded_size_shares_its_pro
     assert made.train_epoch._cache_size() == before == 1
 
 
+def test_with_candidates_the_wires_of_layers_are_learned_and_harden():
+    model = Network(64, (96, 96), 2, candidates=8).build()
+    assert [layer.wire_logits.shape for layer in model.layers] == [(192, 8), (192, 8)]
+    assert model.harden()(random.random((3, 64)) < 0.5).shape == (3, 96)
+
+
 def test_training_starts_from_given_parameters():
     made = program(Network(64, (96, 96), 2), 32)
     leaves = [np.ones_like(leaf) for leaf in jax.tree.leaves(made.state)]

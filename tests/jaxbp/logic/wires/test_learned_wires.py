@@ -86,17 +86,17 @@ REFUSED = {
         "candidates[0, 1] is 3; wants at least 0 and below 3, the number of inputs",
     ),
     "an unknown relaxation": (
-        lambda: LearnedWires.random(9, 8, 0, relaxation="gumbel"),
+        lambda: LearnedWires.random(16, 8, 0, relaxation="gumbel"),
         ValueError,
         "relaxation is 'gumbel'; wants one of straight_through, softmax",
     ),
     "few inputs": (
         lambda: LearnedWires.random(5, 8, 0),
         ValueError,
-        "LearnedWires.random: candidates is 8; wants at most 5, for 5 inputs and 16 wires",
+        "LearnedWires.random: candidates is 16; wants at most 5, for 5 inputs and 16 wires",
     ),
     "small groups": (
-        lambda: LearnedWires.random(9, 8, 0, gates_per_group=2),
+        lambda: LearnedWires.random(9, 8, 0, candidates=8, gates_per_group=2),
         ValueError,
         "gates_per_group is 2; wants a divisor of 8, the number of gates, that is at least 4",
     ),
