@@ -53,9 +53,10 @@ def _on_gpu(f, a):
     return lax.platform_dependent(a, cpu=lambda a: a, default=f)
 
 
-def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, and make sure that XLA keeps the recomputation of f."""
-    return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
+def checkpoint(f: Callable[[Any], Any], policy: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+    """Return `jax.checkpoint(f, policy=policy)`, and make sure that XLA keeps the recomputation of f."""
+    f = jax.checkpoint(f, policy=policy)
+    return _not_inlined(f) if _needs_calls() else f
 
 
 def _needs_calls() -> bool:
