@@ -29,6 +29,7 @@ MEASURED = (
     "round_microseconds",
     "host_waited",
     "temporary_bytes",
+    "peak_bytes",
     "compile_seconds",
     "error",
     "error_reason",

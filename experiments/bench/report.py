@@ -46,6 +46,8 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
         for row in rows:
             table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
     console.print(table)
+    if any("tokens_per_second" in row for row in report["rows"]):
+        console.print(_tokens_table(report))
     console.print("× autodiff: the time of autodiff divided by the time of the row. Error: against float64.")
     if not report["complete"]:
         console.print(Text(f"not measured: {'; '.join(report['missing'])}"), soft_wrap=True)
@@ -56,6 +58,20 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
             )
     if any(map(is_host_bound, report["rows"])):
         console.print("*: the device waited for the host, so the device alone would take less time.")
+
+
+def _tokens_table(report: Mapping[str, Any]) -> Table:
+    numbers = ("tokens/s", "model FLOP utilization", "peak memory, MiB")
+    table = Table(Column("language model", no_wrap=True), *(Column(name, justify="right") for name in numbers))
+    for workload, rows in groups(report):
+        rows = [row for row in rows if row.get("tokens_per_second") is not None]
+        if rows:
+            table.add_row(Text(workload, style="bold"))
+        for row in rows:
+            rates = _text(row["tokens_per_second"], "{:,.0f}"), _text(row["model_flop_utilization"], "{:.1%}")
+            memory = _text(row["peak_bytes"], "{:,.1f}", 2**20)
+            table.add_row(Text(f"  {row['implementation']}"), *rates, memory, end_section=row is rows[-1])
+    return table
 
 
 def _cells(row: Row) -> list[str]:

@@ -29,6 +29,13 @@ RATE_SECONDS = 0.03
 """The longest timing round for a rate. In longer rounds, the clock of the GPU drops."""
 
 
+HOPPER_OPERATIONS = 989.4e12
+"""Operations per second of bfloat16 and float16 products on an H100 SXM and an H200, without sparsity.
+
+Source: NVIDIA's data sheets.
+"""
+
+
 class Cost(NamedTuple):
     """The least work that one call of a workload needs.
 
@@ -69,6 +76,12 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
     return max((rate for size, rate in curve if size >= start), default=0.0)
+
+
+def nominal_operations(dtype: str) -> float | None:
+    """Return the operations per second that NVIDIA states for products of `dtype` on this GPU, or None if unknown."""
+    is_hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+    return HOPPER_OPERATIONS if is_hopper and dtype in ("bfloat16", "float16") else None
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import jax
 
 from experiments.bench.measure import Accuracy, Compiler, attempt, error_of, time_compiled
 from experiments.bench.peers import Task, VariantChoice, is_asked_for
-from experiments.bench.roofline import Cost, cost, has_launch, roofline_seconds
+from experiments.bench.roofline import Cost, cost, has_launch, nominal_operations, roofline_seconds
 from experiments.bench.workloads import Workload, implementation
 from jaxbp.verify.timing import compile_program
 
@@ -146,7 +146,7 @@ class Case:
         arguments, precision = jax.block_until_ready(tuple(map(self._draw, range(self._sets)))), self.settings.precision
         runs = [(name, None, precision, functools.partial(self._ours, name, arguments)) for name in self._names]
         if self.settings.peers:
-            task = self._task(arguments, self.accuracy.arguments)
+            task = self._task(arguments, () if self.accuracy is None else self.accuracy.arguments)
             for name, peer, precision, run in self._variants(task):
                 runs.append((name, peer, precision, functools.partial(self._theirs, run)))
         for name, peer, precision, run in runs:
@@ -178,7 +178,14 @@ class Case:
             "error_batch": None if self.accuracy is None else self.accuracy.batch,
             **measured,
             "floor_fraction": ratio(roofline, microseconds),
+            **({} if self.workload.tokens is None else self._token_rates(microseconds)),
         }
+
+    def _token_rates(self, microseconds: float | None) -> Row:
+        tokens = ratio(self.batch * self.workload.tokens * 1e6, microseconds)
+        operations = None if tokens is None else tokens * self.workload.model_operations
+        utilization = ratio(operations, nominal_operations(self.settings.dtype))
+        return {"tokens_per_second": tokens, "model_flop_utilization": utilization}
 
     def _ours(self, name, arguments):
         compiled, compile_seconds = self._compiled.pop(name, (None, None))
@@ -190,8 +197,11 @@ class Case:
             return measured
         if compiled is None:
             compiled = self._programs.pop((name, "call")).result()
-        temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
-        return measured | {"temporary_bytes": temporary_bytes} | self.accuracy.error(name)
+        measured["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        if self.workload.steps is not None:
+            memory = chain.memory_analysis()  # the results are the parameters and the state of the optimizer
+            measured["peak_bytes"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+        return measured | ({} if self.accuracy is None else self.accuracy.error(name))
 
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
@@ -224,9 +234,10 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                 if case.settings.compile_seconds:
                     compiler.wait()
                     case.time_compilation()
-                key = case.workload, min(case.batch, case.workload.error_batch), case.settings.dtype
+                error_batch = case.workload.error_batch
+                key = case.workload, min(case.batch, error_batch or 0), case.settings.dtype
                 at_precision = *key, case.settings.precision
-                if at_precision not in accuracies and not case.settings.times_only:
+                if at_precision not in accuracies and error_batch and not case.settings.times_only:
                     accuracies[at_precision] = Accuracy(*key, compiler)
                 case.submit(compiler, accuracies.get(at_precision))
                 group.append(case)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from experiments.bench.gpt_workload import GPT_WORKLOADS, gpt_workload
 from experiments.bench.training_workloads import (
     AUTOMATON_BATCHES,
     LOGIC_CONV,
@@ -13,7 +14,6 @@ from experiments.bench.training_workloads import (
     lenet_workload,
     logic_conv_workload,
     logic_workload,
-    mixer_workload,
 )
 from experiments.bench.workloads import (
     Workload,
@@ -30,7 +30,8 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
     workloads += [mixture_of_experts_workload(8, 4096, 14336, 2), mixture_of_experts_workload(128, 2048, 768, 8)]
-    workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
+    workloads += [gpt_workload(place) for place in GPT_WORKLOADS]
+    workloads += [logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
     workloads += [logic_workload("logic-learned", 8000, (128,), candidates=8)]
     workloads += [logic_conv_workload(place) for place in LOGIC_CONV]
     workloads += [automaton_workload(size) for size in AUTOMATON_BATCHES]

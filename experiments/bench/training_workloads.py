@@ -16,7 +16,7 @@ from experiments.bench.workloads import FOUR_COEFFICIENTS, GATE_OPERATIONS, Work
 from jaxbp.catalogue import Case
 from jaxbp.logic.ops.automaton_rollout import CHECKERBOARD
 from jaxbp.logic.ops.gate_layer import Parametrization
-from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
+from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork
 from jaxbp.training.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.training.precision import LossScale
 
@@ -34,14 +34,6 @@ def lenet_workload() -> Workload:
         return model.loss(images, labels)[0]
 
     return _training_step("lenet", "", {}, network, (1, 28, 28), ((128, 1024, 8192, 65536), (128,)), losses=losses)
-
-
-def mixer_workload() -> Workload:
-
-    def network(**options):
-        return Mixer(**options_of(**options))
-
-    return _training_step("mixer", "", {}, network, (1, 28, 28), ((8192,), (128,)))
 
 
 def logic_workload(

@@ -39,8 +39,10 @@ class Workload:
       steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       share: the share of the matrix products' operations that is needed, below 1 if masks exclude scores.
-      error_batch: the largest batch size for the comparison with float64 on the CPU.
+      error_batch: the largest batch size for the comparison with float64 on the CPU, or None without a comparison.
       baselines: functions in plain JAX, by a name that starts with "autodiff".
+      tokens: the number of tokens per example of a language model, else None.
+      model_operations: the number of operations per token, for the model FLOP utilization.
     """
 
     op: str
@@ -54,8 +56,10 @@ class Workload:
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
     share: float = 1.0
-    error_batch: int = 128
+    error_batch: int | None = 128
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    tokens: int | None = None
+    model_operations: int = 0
 
     def named(self, name: str, dtype: str) -> Callable:
         return self.function(self.baselines.get(name, implementation(name)), dtype)

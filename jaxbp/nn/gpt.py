@@ -31,10 +31,10 @@ Normalization = Literal["layer_norm", "rms_norm"]
 PositionEmbedding = Literal["rotary", "learned"]
 
 GPT_SIZES: dict[str, dict[str, Any]] = {
-    "124M": dict(vocab_size=50_304, num_layers=12, features=768, num_heads=12, position_embedding="learned")
-    | dict(max_length=1024),
+    "124M": dict(vocab_size=50_304, num_layers=12, features=768, num_heads=12, hidden_features=3072)
+    | dict(position_embedding="learned", max_length=1024),
     "1.3B": dict(vocab_size=128_256, num_layers=24, features=2048, num_heads=16, num_key_value_heads=4)
-    | dict(normalization="rms_norm", gate="silu", use_bias=False),
+    | dict(hidden_features=5632, normalization="rms_norm", gate="silu", use_bias=False),
 }
 """Arguments of `GPT` by the number of parameters. "124M" is the smallest GPT-2, whose vocabulary of 50,257 tokens is
 padded. "1.3B" has the form of Llama."""

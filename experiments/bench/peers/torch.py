@@ -18,12 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
+from experiments.bench.peers.torch_gpt import TorchGPT
 from jaxbp.verify.timing import settle
 
 VERSION = torch.__version__
 EPS = 1e-5  # the default of jaxbp's norms
 Functions = Mapping[str, Callable]
 aten = torch.ops.aten
+FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def variants(task: Task) -> Iterator[Variant]:
@@ -31,6 +33,11 @@ def variants(task: Task) -> Iterator[Variant]:
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
         modes = [COMPILED_STEP, COMPILED_GRAPH, CHANNELS_LAST]
         yield from variants_of(task, training(_lenet, sgd), modes, best=4)
+    elif task.op == "gpt":
+        # Within a CUDA graph, the count of AdamW's steps must be on the GPU.
+        options = dict(lr=3e-4, weight_decay=0.1, fused=True, capturable=torch.cuda.is_available())
+        adamw = functools.partial(torch.optim.AdamW, **options)
+        yield from variants_of(task, training(_gpt, adamw), [COMPILED_GRAPH])
     elif task.op == "dot_product_attention":
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), [])
     elif task.op in FORWARDS | BACKWARDS:
@@ -75,9 +82,9 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
-        measured = fields | {"results": results()}
+        measured = fields | {"results": results() if task.small else None}
         if mode != COMPILED_STEP:  # PyTorch does not count the memory of its CUDA graphs
-            measured["temporary_bytes"] = _temporary_bytes(call)
+            measured |= _memory(call)
         program = lambda: [call(i) for i in range(task.calls)]  # noqa: E731
         if mode.endswith("CUDA graph"):
             program = _captured(program)
@@ -213,8 +220,7 @@ def _dot_product_attention(q, k, v, bias=None, *, local_window_size=None, **opti
     if local_window_size is not None:
         raise NotImplementedError(f"local_window_size={local_window_size}")
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel([*fastest_first, SDPBackend.MATH], set_priority=True):
+    with sdpa_kernel([*FASTEST_FIRST, SDPBackend.MATH], set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=q.shape[1] != k.shape[1], **options)
     return y.transpose(1, 2)
 
@@ -386,6 +392,22 @@ def _lenet(task, arguments):
     return model, [dict(model.named_parameters())[name] for name in names], loss_of
 
 
+def _gpt(task, arguments):
+    state, tokens, targets = arguments
+    state = getattr(state, "parameters", state)
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    parameters = {
+        name: tensor(a).clone().requires_grad_() for name, a in zip(names, jax.tree.leaves(state), strict=True)
+    }
+    tokens, targets = tensor(tokens), tensor(targets)
+
+    def loss_of(model):
+        with sdpa_kernel([*FASTEST_FIRST, SDPBackend.MATH], set_priority=True):
+            return model.loss(tokens, targets)
+
+    return TorchGPT(parameters, task.options, getattr(torch, task.dtype)), list(parameters.values()), loss_of
+
+
 def _captured(program: Callable) -> Callable:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -421,15 +443,16 @@ def _time(program: Callable, repeats: int) -> float:
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def _temporary_bytes(call: Callable) -> int | None:
+def _memory(call: Callable) -> dict[str, int]:
     if not torch.cuda.is_available():
-        return None
+        return {}
     call(0)  # lets cuDNN choose its algorithms
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     results = call(0)
-    return torch.cuda.max_memory_allocated() - before - sum(a.nbytes for a in results)
+    peak = torch.cuda.max_memory_allocated()
+    return {"temporary_bytes": peak - before - sum(a.nbytes for a in results), "peak_bytes": peak}
 
 
 def _numpy(tensors) -> list[np.ndarray]:
