@@ -133,7 +133,8 @@ def command(report: Report) -> str:
     """Return the command that repeats a run, also if its script has moved or was deleted."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     moved = moved.replace("-m experiments.sanitize ", "-m tests.qa.sanitize ")
-    is_gone = "docs/lab/" in moved or "experiments.studies.frozen_parameters" in moved
+    gone = "docs/lab/", "experiments.studies.frozen_parameters", " mixer "
+    is_gone = any(name in moved for name in gone)
     return f"git checkout {report['commit']} && {moved}" if is_gone else moved
 
 

@@ -19,12 +19,13 @@ GPT_WORKLOADS = {
     "1.3B": (2048, dict(batches=((16,), ()), steps=2, error_batch=None)),
     "tiny": (32, dict(batches=((), (2,)), steps=3, error_batch=2)),
 }
-"""The number of tokens per row, and fields of the `Workload`. With 1.3B parameters, a comparison with float64 would take
-most of the host's memory."""
+"""The number of tokens per row, and fields of the `Workload`. The float64 reference of the 1.3B model needs too much
+memory."""
 SIZES = GPT_SIZES | {
     "tiny": dict(vocab_size=256, num_layers=2, features=64, num_heads=4, num_key_value_heads=2)
     | dict(hidden_features=128, normalization="rms_norm", gate="silu", use_bias=False),
 }
+ADAMW = dict(lr=3e-4, weight_decay=0.1)
 FLAX = "autodiff, Flax and cuDNN"
 
 
@@ -37,10 +38,10 @@ def model_operations(sizes: Mapping[str, Any], length: int) -> int:
     return 6 * products + 6 * sizes["num_layers"] * sizes["features"] * length
 
 
-def gpt_workload(place: str) -> Workload:
-    """Return a training step of the model `SIZES[place]` by AdamW. `--batch` is the number of rows."""
+def gpt_workload(place: str, **other_sizes: Any) -> Workload:
+    """Return a training step by AdamW of the model `SIZES[place] | other_sizes`. An example is one row of tokens."""
     length, fields = GPT_WORKLOADS[place]
-    sizes = SIZES[place]
+    sizes = SIZES[place] | other_sizes
 
     @functools.cache
     def graph(implementation, dtype):
@@ -60,6 +61,7 @@ def gpt_workload(place: str) -> Workload:
         text = jax.random.randint(text_key, (batch, length + 1), 0, sizes["vocab_size"])
         return with_scale(parameters, dtype), text[:, :-1], text[:, 1:]
 
+    adamw = functools.partial(fused_adamw, ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
     return Workload(
         "gpt",
         place,
@@ -67,7 +69,7 @@ def gpt_workload(place: str) -> Workload:
         sizes,
         function=function,
         draw=draw,
-        chain=functools.partial(training, optimizer=functools.partial(fused_adamw, 3e-4, weight_decay=0.1)),
+        chain=functools.partial(training, optimizer=adamw),
         baselines={FLAX: FlaxGPT},
         tokens=length,
         model_operations=model_operations(sizes, length),

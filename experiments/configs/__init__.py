@@ -20,12 +20,12 @@ from experiments.configs.base import (
     resumed,
     to_dict,
 )
-from experiments.configs.images import LeNetConfig, MixerConfig
+from experiments.configs.images import LeNetConfig
 from experiments.configs.logic import LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
-    config.name: config for config in (LeNetConfig, MixerConfig, LogicConfig, LogicConvConfig)
+    config.name: config for config in (LeNetConfig, LogicConfig, LogicConvConfig)
 } | AUTOMATA
 
 
@@ -59,7 +59,6 @@ __all__ = [
     "LeNetConfig",
     "LogicConfig",
     "LogicConvConfig",
-    "MixerConfig",
     "TrainingConfig",
     "as_json",
     "differences",

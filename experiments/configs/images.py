@@ -1,7 +1,6 @@
-"""Experiments on images: the base class, LeNet, and the MLP-Mixer."""
+"""Experiments on images: the base class and LeNet."""
 
 import dataclasses
-import functools
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from experiments.configs.base import Loss, Range, Recipe, TrainingConfig
 from experiments.data import augmentation, datasets, user_data
 from experiments.data.datasets import Dataset, DatasetName
 from experiments.output.errors import UserError
-from jaxbp.nn import LeNet, Mixer
+from jaxbp.nn import LeNet
 from jaxbp.training.loop import Augment
 
 ImplementationName = Literal["pallas", "xla", "autodiff"]
@@ -177,37 +176,3 @@ class LeNetConfig(ImageConfig):
             rngs=nnx.Rngs(key),
         )
         return model, LeNet.loss
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixerConfig(ImageConfig):
-    """MLP-Mixer on images of 28 x 28 pixels."""
-
-    name: ClassVar[str] = "mixer"
-    image_shape: ClassVar = (1, 28, 28)
-
-    patch: Annotated[int, Range(1)] = 7
-    """Height and width of a patch, a divisor of 28."""
-    channels: Annotated[int, Range(1)] = 128
-    """Number of channels per patch."""
-    blocks: Annotated[int, Range(1)] = 2
-    """Number of blocks. Each mixes the patches per channel, then the channels per patch."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._check("patch", 28 % self.patch == 0, "a divisor of 28, the height and width of an image")
-
-    def recipe(self, dataset: DatasetName) -> dict[str, Any]:
-        return super().recipe(dataset) | {"learning_rate": 1e-3}
-
-    def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
-        model = Mixer(
-            classes=self.classes,
-            patch=self.patch,
-            channels=self.channels,
-            blocks=self.blocks,
-            implementation=self.implementation,
-            dtype=self.policy.compute_dtype,
-            rngs=nnx.Rngs(key),
-        )
-        return model, functools.partial(classification_loss, implementation=self.implementation)

@@ -32,7 +32,10 @@ OVERLAPPING = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
 """With these options, XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
-EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
+EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "gpt:124M": (32,)}
+"""The numbers of examples per device, by the case of the bench."""
+DTYPES = {"gpt:124M": "bfloat16"}
+"""Dtypes of the computation other than float32."""
 COMPILED_FOR = 8
 SECONDS = 0.03
 
@@ -47,21 +50,22 @@ def main(args: Sequence[str] | None = None) -> int:
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # not the machine's GPU
     devices = len(jax.devices()) if given.what == "measure" else COMPILED_FOR
-    rows = {"measure": measured, "compile": compiled}[given.what](selected(given.workloads))
+    cases = {case: selected([case])[0] for case in given.workloads}
+    rows = {"measure": measured, "compile": compiled}[given.what](cases)
     return write_rows("many_devices", args, {"devices": devices}, rows, given.json)
 
 
-def data_parallel(workload: Workload, examples: int, mesh: Mesh | None) -> tuple[Any, ...]:
+def data_parallel(workload: Workload, dtype: str, examples: int, mesh: Mesh | None) -> tuple[Any, ...]:
     """Return the shapes and shardings of a training step's arguments, with `examples` examples per device."""
     if mesh is None:
-        return jax.eval_shape(lambda: workload.draw(0, examples, "float32"))
+        return jax.eval_shape(lambda: workload.draw(0, examples, dtype))
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        state, *data = jax.eval_shape(lambda: workload.draw(0, examples * mesh.size, "float32"))
+        state, *data = jax.eval_shape(lambda: workload.draw(0, examples * mesh.size, dtype))
     return on_mesh(state), *(on_mesh(a, "examples") for a in data)
 
 
@@ -69,7 +73,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), ("examples",), axis_types=(AxisType.Auto,))
 
 
-def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+def measured(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -77,31 +81,37 @@ def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
         "mesh": (every, {}),
         "mesh_overlapping": (every, OVERLAPPING),
     }
-    steps = [(workload, examples) for workload in workloads for examples in EXAMPLES[workload.op]]
+    steps = [
+        (workload, DTYPES.get(case, "float32"), examples)
+        for case, workload in workloads.items()
+        for examples in EXAMPLES[case]
+    ]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = {
             (step, place): pool.submit(lowered(*step, *where).compile)
             for step in steps
             for place, where in places.items()
         }
-        for workload, examples in steps:
+        for workload, dtype, examples in steps:
             row = {"work": workload.title, "examples": examples}
             for place, (mesh, _) in places.items():
-                arguments = workload.draw(0, examples * (mesh.size if mesh else 1), "float32")
+                arguments = workload.draw(0, examples * (mesh.size if mesh else 1), dtype)
                 if mesh is not None:
-                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(workload, examples, mesh))
+                    shardings = jax.tree.map(lambda a: a.sharding, data_parallel(workload, dtype, examples, mesh))
                     arguments = jax.device_put(arguments, shardings)
-                program = programs[(workload, examples), place].result()
+                program = programs[(workload, dtype, examples), place].result()
                 row[place] = device_seconds(program, ((arguments,),), SECONDS).seconds / workload.steps * 1e6
             yield row
 
 
-def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mapping[str, Any]) -> jax.stages.Lowered:
-    program = workload.chain(workload.function(None, "float32"), workload.steps)
-    return jax.jit(program, compiler_options=dict(options)).lower((data_parallel(workload, examples, mesh),))
+def lowered(
+    workload: Workload, dtype: str, examples: int, mesh: Mesh | None, options: Mapping[str, Any]
+) -> jax.stages.Lowered:
+    program = workload.chain(workload.function(None, dtype), workload.steps)
+    return jax.jit(program, compiler_options=dict(options)).lower((data_parallel(workload, dtype, examples, mesh),))
 
 
-def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+def compiled(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
     sys.path.insert(0, str(ROOT / "tests"))
     from ahead_of_time import gpus
 
@@ -113,11 +123,12 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
         return step
 
     # Building the functions runs code. Inside `with`, no code can run, because the GPUs are absent.
-    functions = [one_step(workload.function(None, "float32")) for workload in workloads]
+    dtypes = {case: DTYPES.get(case, "float32") for case in workloads}
+    functions = {case: one_step(workload.function(None, dtypes[case])) for case, workload in workloads.items()}
     with gpus(HOPPER, COMPILED_FOR) as devices:
-        for workload, function in zip(workloads, functions, strict=True):
-            arguments = data_parallel(workload, EXAMPLES[workload.op][0], mesh_of(devices))
-            step = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        for case, workload in workloads.items():
+            arguments = data_parallel(workload, dtypes[case], EXAMPLES[case][0], mesh_of(devices))
+            step = jax.jit(functions[case]).trace(*arguments).lower(lowering_platforms=("cuda",))
             for overlapping in (False, True):
                 # Autotuning needs a GPU.
                 options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}

@@ -20,5 +20,3 @@ from jaxbp.nn.lenet import LeNet as LeNet
 from jaxbp.nn.lenet import MemoryRow as MemoryRow
 from jaxbp.nn.lenet import lenet_memory_table as lenet_memory_table
 from jaxbp.nn.lenet import lenet_saved_tensors as lenet_saved_tensors
-from jaxbp.nn.mixer import Mixer as Mixer
-from jaxbp.nn.mixer import MixerBlock as MixerBlock

@@ -1,4 +1,4 @@
-"""The layers of LeNet and the MLP-Mixer."""
+"""The layers of LeNet."""
 
 import math
 from typing import Any
@@ -13,8 +13,6 @@ from jaxtyping import Float
 from jaxbp.common.checks import AnyArray
 from jaxbp.ops.conv.conv2d import conv2d
 from jaxbp.ops.dense.linear import linear
-from jaxbp.ops.norm.layer_norm import layer_norm
-from jaxbp.ops.norm.layer_norm_linear import layer_norm_linear
 from jaxbp.pairing import Implementation
 
 
@@ -59,38 +57,3 @@ class Linear(_Affine):
 
     def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         return linear(x.astype(self.dtype), *self.parameters(), implementation=self.implementation)
-
-
-class LayerNorm(nnx.Module):
-    """`jaxbp.layer_norm` with its parameters. `rngs` is unused."""
-
-    def __init__(
-        self,
-        hidden: int,
-        *,
-        epsilon: float = 1e-5,
-        implementation: Implementation = None,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs | None = None,
-    ):
-        self.scale, self.bias = nnx.Param(jnp.ones(hidden)), nnx.Param(jnp.zeros(hidden))
-        self.epsilon, self.implementation, self.dtype = epsilon, implementation, dtype
-
-    def parameters(self) -> tuple[Array, Array]:
-        return self.scale[...].astype(self.dtype), self.bias[...].astype(self.dtype)
-
-    def __call__(self, x: Float[AnyArray, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
-        return layer_norm(x.astype(self.dtype), *self.parameters(), self.epsilon, implementation=self.implementation)
-
-
-class LayerNormLinear(nnx.Module):
-    """`jaxbp.layer_norm_linear` with its parameters, in a `LayerNorm` and a `Linear`."""
-
-    def __init__(self, in_features: int, out_features: int, *, epsilon: float = 1e-5, **options: Any):
-        self.norm = LayerNorm(in_features, epsilon=epsilon, **options)
-        self.linear = Linear(in_features, out_features, **options)
-
-    def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
-        parameters = *self.norm.parameters(), *self.linear.parameters()
-        x, options = x.astype(self.linear.dtype), dict(implementation=self.linear.implementation)
-        return layer_norm_linear(x, *parameters, self.norm.epsilon, **options)

@@ -49,7 +49,7 @@ def test_the_config_is_printed_as_it_is_saved(default_run):
     output, folder = default_run
     (run_dir,) = (folder / "runs").iterdir()
     assert output.startswith((run_dir / "config.json").read_text())
-    assert re.match("(lenet|mixer)-", run_dir.name)
+    assert re.match("lenet-", run_dir.name)
     assert f"\ncurves in {Path('runs') / run_dir.name / 'curves.png'}\n" in output
 
 
@@ -369,12 +369,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data(tmp_path, monkeyp
     monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     images, labels = np.random.default_rng(0).random((40, 28, 28), np.float32), np.arange(40) % 3
     np.savez("a.npz", x_train=images, y_train=labels)
-    assert (
-        train.main(
-            ["mixer", "--channels", "4", "--blocks", "1", "--data", "a.npz", "--epochs", "1", "--run-dir", "run"]
-        )
-        == 0
-    )
+    assert train.main(["lenet", "--data", "a.npz", "--epochs", "1", "--run-dir", "run"]) == 0
     Path("a.npz").rename("b.npz")
     resume = ["--resume", "--run-dir", "run", "--epochs", "2"]
     assert train.main(resume) == 2

@@ -16,6 +16,7 @@ from flax import nnx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.bench.gpt_workload import ADAMW
 from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
 from experiments.bench.peers.torch_gpt import TorchGPT
@@ -34,10 +35,7 @@ def variants(task: Task) -> Iterator[Variant]:
         modes = [COMPILED_STEP, COMPILED_GRAPH, CHANNELS_LAST]
         yield from variants_of(task, training(_lenet, sgd), modes, best=4)
     elif task.op == "gpt":
-        # Within a CUDA graph, the count of AdamW's steps must be on the GPU.
-        options = dict(lr=3e-4, weight_decay=0.1, fused=True, capturable=torch.cuda.is_available())
-        adamw = functools.partial(torch.optim.AdamW, **options)
-        yield from variants_of(task, training(_gpt, adamw), [COMPILED_GRAPH])
+        yield from variants_of(task, training(gpt, adamw), [COMPILED_GRAPH])
     elif task.op == "dot_product_attention":
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), [])
     elif task.op in FORWARDS | BACKWARDS:
@@ -392,7 +390,8 @@ def _lenet(task, arguments):
     return model, [dict(model.named_parameters())[name] for name in names], loss_of
 
 
-def _gpt(task, arguments):
+def gpt(task: Task, arguments: tuple) -> tuple[TorchGPT, list[torch.Tensor], Callable]:
+    """Return the model, its parameters, and the loss of a step: see `training`."""
     state, tokens, targets = arguments
     state = getattr(state, "parameters", state)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -406,6 +405,12 @@ def _gpt(task, arguments):
             return model.loss(tokens, targets)
 
     return TorchGPT(parameters, task.options, getattr(torch, task.dtype)), list(parameters.values()), loss_of
+
+
+def adamw(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    # Within a CUDA graph, the number of steps must be on the GPU.
+    options = dict(fused=True, capturable=torch.cuda.is_available())
+    return torch.optim.AdamW(parameters, **ADAMW, **options)
 
 
 def _captured(program: Callable) -> Callable:

@@ -21,7 +21,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
     everything, ops = selected(["all"]), selected(["ops"])
     assert {workload.op for workload in everything} - {workload.op for workload in ops} == {
         "lenet",
-        "mixer",
+        "gpt",
         "logic",
         "logic-large",
         "logic-learned",
@@ -37,7 +37,7 @@ def test_a_quick_run_has_one_workload_of_every_family(on_gpu):
     chosen = quick(selected(["all"]), on_gpu)
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     families = [module.get(workload.op, workload.op) for workload in chosen]
-    assert len(families) == len(set(families)) and set(families) >= {*module.values(), "lenet", "mixer", "logic"}
+    assert len(families) == len(set(families)) and set(families) >= {*module.values(), "lenet", "gpt", "logic"}
     assert families[-1] == "logic" and "automaton" not in families
     assert all(batch in workload.batches[0 if on_gpu else 1] for workload, batch in chosen.items())
     assert [workload.op for workload in quick(selected(["conv2d_backward_bias"]), on_gpu)] == ["conv2d_backward_bias"]

@@ -26,7 +26,7 @@ def test_a_logic_network_with_candidates_learns_its_wires():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_steps_in_half_precision_train_parameters_of_float32(workload_at, dtype):
-    workload = workload_at("mixer")
+    workload = workload_at("gpt", "tiny")
     (state, *data), program = workload.draw(0, 4, dtype), workload.chain(workload.function("xla", dtype), 3)
     (trained, _), losses = jax.jit(program)(((state, *data),))
     parameters = state.parameters if dtype == "float16" else state
@@ -37,7 +37,7 @@ def test_steps_in_half_precision_train_parameters_of_float32(workload_at, dtype)
 
 
 def test_a_scaled_step_that_is_not_finite_changes_the_scale_alone(workload_at):
-    workload = workload_at("mixer")
+    workload = workload_at("lenet")
     state, images, labels = workload.draw(0, 4, "float16")
     program = workload.chain(workload.function("xla", "float16"), 1)
     (trained, _), _ = jax.jit(program)(((state, images.at[0].set(jnp.inf), labels),))

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from experiments.configs.base import from_dict, to_dict
-from experiments.configs.images import ImageConfig, LeNetConfig, MixerConfig, classification_loss
+from experiments.configs.images import ImageConfig, LeNetConfig, classification_loss
 from experiments.data import augmentation, datasets
 from experiments.output.errors import UserError
 
@@ -66,25 +66,6 @@ def test_the_dtype_is_that_of_the_computation_alone(dtype):
     assert losses.dtype == jnp.float32
 
 
-def test_the_settings_are_the_models():
-    config = MixerConfig(patch=14, channels=8, blocks=3, implementation="xla", precision="mixed_bfloat16")
-    model = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0])
-    assert (model.patch, model.dtype, len(model.blocks)) == (14, "bfloat16", 3)
-    assert model.embed.weight.shape == (8, 14 * 14)
-    assert {block.implementation for block in model.blocks} == {"xla"}
-
-
-@pytest.mark.parametrize(("setting", "value"), [("patch", 5), ("patch", 0), ("channels", 0), ("blocks", 1.5)])
-def test_what_no_mixer_can_have_is_refused(setting, value):
-    with pytest.raises(ValueError, match=f"{setting} is {value}; wants a"):
-        MixerConfig(**{setting: value})
-
-
-def test_it_learns_more_slowly_than_a_lenet():
-    assert MixerConfig().learning_rate == 1e-3
-    assert MixerConfig().batch_size == 16
-
-
 @pytest.fixture
 def own(tmp_path):
     def save(shape, classes=3, examples=200):
@@ -96,12 +77,12 @@ def own(tmp_path):
 
 
 def test_a_model_has_the_classes_of_own_data(own):
-    for config in (LeNetConfig(data=own((28, 28))), MixerConfig(data=own((28, 28)), channels=8)):
-        assert (config.shape, config.classes, config.data_name) == ((1, 28, 28), 3, "own.npz")
-        # The same number of steps as for the digits, 20 epochs of 89.
-        assert (config.batch_size, config.epochs) == (8, 89)
-        logits = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0](jnp.zeros((2, 1, 28, 28))))  # noqa: B023
-        assert logits.shape == (2, 3)
+    config = LeNetConfig(data=own((28, 28)))
+    assert (config.shape, config.classes, config.data_name) == ((1, 28, 28), 3, "own.npz")
+    # The same number of steps as for the digits, 20 epochs of 89.
+    assert (config.batch_size, config.epochs) == (8, 89)
+    logits = nnx.eval_shape(lambda: config.build(jax.random.key(0))[0](jnp.zeros((2, 1, 28, 28))))
+    assert logits.shape == (2, 3)
 
 
 def test_settings_of_a_saved_run_need_no_file(own):
