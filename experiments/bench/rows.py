@@ -147,8 +147,12 @@ class Case:
         runs = [(name, None, precision, functools.partial(self._ours, name, arguments)) for name in self._names]
         if self.settings.peers:
             task = self._task(arguments, () if self.accuracy is None else self.accuracy.arguments)
-            for name, peer, precision, run in self._variants(task):
-                runs.append((name, peer, precision, functools.partial(self._theirs, run)))
+            peers = [
+                (name, peer, precision, functools.partial(self._theirs, run))
+                for name, peer, precision, run in self._variants(task)
+            ]
+            # JAX keeps the memory of a language model's programs, but PyTorch returns it.
+            runs = runs + peers if self.workload.tokens is None else peers + runs
         for name, peer, precision, run in runs:
             if not keep_going():
                 return

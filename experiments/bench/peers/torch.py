@@ -5,6 +5,7 @@ In training steps, CUDA graphs include the update of the parameters, except in t
 
 import collections
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,6 +90,8 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
         return measured | microseconds(_seconds(program, task.seconds), task.calls)
     finally:
         call = results = program = None
+        torch.compiler.reset()
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
