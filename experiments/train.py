@@ -41,7 +41,7 @@ from experiments.output.results import keep, provenance
 from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
 from experiments.training.loop import PreparedTraining
-from experiments.training.reports import automaton, logic, logic_conv
+from experiments.training.reports import automaton, gpt, logic, logic_conv
 from experiments.training.run_directory import RunDirectory
 from jaxbp.training import loop
 from jaxbp.training.loop import Metrics, TrainState
@@ -53,7 +53,7 @@ class Report(NamedTuple):
     """The report that a run writes after its last epoch.
 
     Attributes:
-      files: the names of the files that `write` writes into `config.run_dir`.
+      files: the names of the files that `write` writes into `config.run_dir`. JSON files become a part of the result.
       write: a function `(config, model, dataset) -> text to print`.
     """
 
@@ -62,6 +62,7 @@ class Report(NamedTuple):
 
 
 REPORTS = {
+    "gpt": Report(gpt.FILES, gpt.report),
     "logic": Report(logic.FILES, logic.report),
     "logic-conv": Report(logic_conv.FILES, logic_conv.report),
     **dict.fromkeys(AUTOMATA, Report(automaton.FILES, automaton.report)),
@@ -117,7 +118,7 @@ def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         if path is not None:
             said = shlex.join([*program.split(), *args])
             keep(result(said, config, run_directory.read_metrics(config.run_dir)), path)
-        print(f"test accuracy {metrics.test_accuracy:.4f}")
+        print(_result(config, metrics))
         return 0
 
     def run():
@@ -235,7 +236,7 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
         files = (CURVES, *(report.files if report else ()))
         if directory.is_done and directory.has_whole(files):
             return directory.metrics[-1]
-        dataset, predictions = None, None
+        dataset, metrics, predictions = None, None, None
         try:
             dataset = config.load()
             directory.check_data(checksum := config.data_checksum(dataset))
@@ -252,8 +253,8 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
                         if directory.is_done:
                             break
                         processes.meet()
-            if predictions is None:  # an earlier process completed all epochs
-                _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
+            if metrics is None:  # an earlier process completed all epochs
+                _, _, predictions = jax.tree.map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
             print(f"curves in {config.run_dir / 'curves.png'}")
@@ -277,11 +278,9 @@ def _report(report: Any, config: TrainingConfig, model: nnx.Module, dataset: Dat
 
 def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | None) -> None:
     config, last = directory.config, directory.metrics[-1]
-    title = f"{config.name} on {dataset.name}: test accuracy {last.test_accuracy:.4f}"
-    written(
-        config.run_dir / CURVES,
-        lambda: pictures.curves(title, directory.metrics, dataset, predictions, config.curves),
-    )
+    title = f"{config.name} on {dataset.name}: {_result(config, last)}"
+    names = dict(names=config.curves, loss_name=config.loss_name)
+    written(config.run_dir / CURVES, lambda: pictures.curves(title, directory.metrics, dataset, predictions, **names))
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None, program: str) -> Stopped:
@@ -313,9 +312,18 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
         "devices": config.devices,
         "epochs": len(metrics),
         **seconds,
+        **_figures(config),
+        "test_loss": metrics[-1].test_loss,
         "test_accuracy": metrics[-1].test_accuracy,
         "images_per_second": images / seconds["train_seconds"],
     }
+
+
+def _figures(config: TrainingConfig) -> dict[str, Any]:
+    """Return the content of the JSON files of the run's report, by name."""
+    report = REPORTS.get(config.name)
+    files = [config.run_dir / name for name in (report.files if report else ()) if name.endswith(".json")]
+    return {file.stem: json.loads(file.read_text()) for file in files if file.is_file()}
 
 
 @contextlib.contextmanager
@@ -339,8 +347,8 @@ def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Me
 
 def _summary(config: TrainingConfig, metrics: Metrics) -> str:
     line = (
-        f"{config.curves[0]} loss {metrics.train_loss:.4f} accuracy {metrics.train_accuracy:.4f}  "
-        f"{_tested(config, metrics)}  {metrics.images_per_second:,.0f} {config.examples}/s"
+        f"{_values(config, 0, metrics.train_loss, metrics.train_accuracy)}  {_tested(config, metrics)}  "
+        f"{metrics.images_per_second:,.0f} {config.examples}/s"
     )
     if metrics.loss_scale is None:
         return line
@@ -348,7 +356,18 @@ def _summary(config: TrainingConfig, metrics: Metrics) -> str:
 
 
 def _tested(config: TrainingConfig, metrics: Metrics) -> str:
-    return f"{config.curves[1]} loss {metrics.test_loss:.4f} accuracy {metrics.test_accuracy:.4f}"
+    return _values(config, 1, metrics.test_loss, metrics.test_accuracy)
+
+
+def _values(config: TrainingConfig, part: int, loss: float, accuracy: float | None) -> str:
+    values = f"{config.curves[part]} {config.loss_name} {loss:.4f}"
+    return values if accuracy is None else f"{values} accuracy {accuracy:.4f}"
+
+
+def _result(config: TrainingConfig, metrics: Metrics) -> str:
+    if metrics.test_accuracy is None:
+        return _tested(config, metrics)
+    return f"test accuracy {metrics.test_accuracy:.4f}"
 
 
 def _total(metrics: Sequence[Metrics]) -> str:

@@ -20,12 +20,13 @@ from experiments.configs.base import (
     resumed,
     to_dict,
 )
+from experiments.configs.gpt import GPTConfig
 from experiments.configs.images import LeNetConfig
 from experiments.configs.logic import LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
-    config.name: config for config in (LeNetConfig, LogicConfig, LogicConvConfig)
+    config.name: config for config in (LeNetConfig, GPTConfig, LogicConfig, LogicConvConfig)
 } | AUTOMATA
 
 
@@ -56,6 +57,7 @@ def register(config: Any, reserved: Sequence[str] = ()) -> None:
 __all__ = [
     "AUTOMATA",
     "EXPERIMENTS",
+    "GPTConfig",
     "LeNetConfig",
     "LogicConfig",
     "LogicConvConfig",

@@ -17,8 +17,9 @@ from jaxbp.training.loop import Augment
 from jaxbp.training.optimizers import FusedOptimizer
 from jaxbp.training.precision import Policy
 
-Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
+Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array | None]]
+"""`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target. Without
+predictions, the run reports its loss instead of its accuracy."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 Built = TypeVar("Built")
@@ -51,7 +52,7 @@ class Range(NamedTuple):
         return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
 
 
-FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data", "data_dir", "target", "devices"})
+FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data", "data_dir", "target", "text", "devices"})
 """Settings that change results by rounding at most. Other data are noticed by their checksum."""
 
 
@@ -66,6 +67,9 @@ class TrainingConfig:
     """Whether an example's loss is independent of its batch."""
     examples: ClassVar[str] = "images"
     curves: ClassVar[tuple[str, str]] = ("train", "test")
+    loss_name: ClassVar[str] = "loss"
+    steps_per_epoch: ClassVar[int | None] = None
+    """The most steps per epoch. An epoch trains on other examples than the last. None: an epoch has all examples."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed for the initial parameters, the order of examples, and augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
@@ -106,8 +110,9 @@ class TrainingConfig:
     def policy(self) -> Policy:
         return Policy.parse(self.precision)
 
-    def is_last(self, epoch: int, test_accuracy: float) -> bool:
-        return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
+    def is_last(self, epoch: int, test_accuracy: float | None) -> bool:
+        target = self.target_accuracy
+        return epoch == self.epochs or (None not in (target, test_accuracy) and test_accuracy >= target)
 
     def attempt(self, epoch: int) -> int:
         """Return how often training has restarted before an epoch, each time with new initial parameters."""

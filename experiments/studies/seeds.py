@@ -109,6 +109,7 @@ def trained(task: Task) -> dict[str, Any]:
     return {
         "epochs": len(epochs),
         "updates": metrics.step,
+        "test_loss": metrics.test_loss,
         "test_accuracy": metrics.test_accuracy,
         "skipped_steps": sum(epoch.skipped_steps for epoch in epochs),
         "seconds": sum(epoch.seconds + epoch.evaluation_seconds for epoch in epochs),

@@ -52,7 +52,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
                 f"{most:g}"
             )
     mesh = devices.mesh_of(config)
-    steps_per_epoch = examples // config.batch_size
+    steps_per_epoch = min(examples // config.batch_size, config.steps_per_epoch or examples)
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
     model, loss = config.build(init_key)
     params, train_loss = split(model, loss)
@@ -77,7 +77,9 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
     share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     batches = dict(batch_size=config.batch_size, share=share)
     augment = config.augmentation()
-    train = functools.partial(train_epoch, loss=train_loss, optimizer=optimizer, augment=augment, **batches)
+    train = functools.partial(
+        train_epoch, loss=train_loss, optimizer=optimizer, augment=augment, steps=steps_per_epoch, **batches
+    )
     test = functools.partial(evaluate, loss=test_loss, **batches)
     train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))

@@ -39,8 +39,9 @@ def curves(
     dataset: Dataset,
     predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
+    loss_name: str = "loss",
 ) -> bytes:
-    """Return a PNG with each epoch's loss and error rate, and test images whose `predictions` are wrong."""
+    """Return a PNG with each epoch's loss and error rate, if any, and test images whose `predictions` are wrong."""
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
         mistakes = np.flatnonzero(predictions != dataset.test_labels)
@@ -50,13 +51,18 @@ def curves(
     figure.suptitle(title)
     above, *below = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     scales = [line.loss_scale for line in metrics if line.loss_scale is not None]
-    loss, error, *scale = above.subplots(1, 3 if scales else 2)
-    _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
-    errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # A logarithmic axis cannot show 0, so no mistakes count as half a mistake.
-    least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
-    _draw_curves(error, metrics, "error rate", errors, names, least)
-    for axes in scale:
+    has_accuracy = metrics[-1].test_accuracy is not None
+    loss, *others = above.subplots(1, 1 + has_accuracy + bool(scales), squeeze=False)[0]
+    _draw_curves(
+        loss, metrics, loss_name, [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names
+    )
+    if has_accuracy:
+        error, *others = others
+        errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
+        # A logarithmic axis cannot show 0, so no mistakes count as half a mistake.
+        least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
+        _draw_curves(error, metrics, "error rate", errors, names, least)
+    for axes in others:
         _draw_curves(axes, metrics, "loss scale", [scales], [f"{sum(line.skipped_steps for line in metrics)} skipped"])
     for figure_below in below:
         _draw_mistakes(figure_below, dataset, predictions, mistakes, rows)

@@ -18,7 +18,8 @@ from jaxbp.training.precision import LossScale
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
 """`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the run's steps."""
 
-PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
+PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array | None]]
+"""`(params, inputs, targets) -> (loss per example, predictions)`. Without predictions, there are no accuracies."""
 
 Share = Callable[[Array], Array]
 
@@ -39,10 +40,12 @@ class Metrics(NamedTuple):
     epoch: int
     step: int
     train_loss: float
-    train_accuracy: float
+    train_accuracy: float | None
+    """None if the loss returns no predictions."""
     test_loss: float | None
     """None without a test set."""
     test_accuracy: float | None
+    """None without a test set or predictions."""
     images_per_second: float
     seconds: float
     evaluation_seconds: float
@@ -68,9 +71,9 @@ TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_second
 class Training:
     """The compiled functions that train a model. The functions keep the data."""
 
-    train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
+    train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array | None, Array]]
     """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`. Overwrites the given state."""
-    evaluate: Callable[[PyTree], tuple[Array, Array, Array]] | None = None
+    evaluate: Callable[[PyTree], tuple[Array, Array | None, Array | None]] | None = None
     """`params -> results` on the test set: see `evaluate`. None: there is no test set."""
     restarted: Callable[[int], TrainState | None] = lambda epoch: None
     """`epoch -> state`: an initial state if training restarts before the epoch, else None."""
@@ -99,25 +102,26 @@ def train_epoch(
     loss: PureLoss,
     optimizer: optax.GradientTransformation | FusedOptimizer,
     batch_size: int,
+    steps: int | None = None,
     augment: Augment | None = None,
     share: Share = lambda batch: batch,
-) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
+) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"] | None, Bool[Array, " steps"]]:
     """Train for one pass over the N examples `inputs` and `targets`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1. `share` divides a batch
-    among the devices.
+    There are `steps` steps, by default `N // batch_size`, and the other shuffled examples are left out. Epochs are
+    counted from 1. `share` divides a batch among the devices.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and all gradients were finite.
         Without a loss scale, all steps count as finite.
     """
-    steps = len(targets) // batch_size
+    steps = len(targets) // batch_size if steps is None else steps
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(targets))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
     # The complement `~epoch` gives other keys than the order of the examples.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
-    def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
+    def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array | None]:
         losses, predictions = loss(params, inputs, targets)
         return jnp.mean(losses), predictions
 
@@ -136,7 +140,8 @@ def train_epoch(
             differentiated = scale.value_and_grad(mean_loss, has_aux=True)
             (value, predictions), grads, finite, scale = differentiated(params, batch_inputs, batch_targets)
         new = apply(optimizer, grads, opt_state, params, finite if scale is not None else None)
-        return TrainState(*new, scale), (value, jnp.mean(predictions == batch_targets), finite)
+        accuracy = None if predictions is None else jnp.mean(predictions == batch_targets)
+        return TrainState(*new, scale), (value, accuracy, finite)
 
     numbers = (epoch - 1) * steps + jnp.arange(steps)
     state, (losses, accuracies, finite) = jax.lax.scan(step, state, (batches, keys, numbers))
@@ -151,22 +156,24 @@ def evaluate(
     loss: PureLoss,
     batch_size: int,
     share: Share = lambda batch: batch,
-) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
+) -> tuple[Float[Array, ""], Int[Array, ""] | None, Array | None]:
     """Return the mean loss over the inputs, the number of correct predictions, and the predictions.
 
-    `share` divides a batch among the devices.
+    The last two are None if the loss returns no predictions. `share` divides a batch among the devices.
     """
     batches = -(-len(targets) // batch_size)
     # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(targets) - 1).reshape(batches, batch_size)
 
-    def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array]:
+    def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array | None]:
         batch = share(batch)
         return loss(params, *jax.tree.map(lambda x: x[batch], (inputs, targets)))
 
-    losses, predictions = jax.lax.map(of_batch, indices)
-    losses, predictions = (x.reshape(-1, *x.shape[2:])[: len(targets)] for x in (losses, predictions))
-    return jnp.mean(losses), jnp.sum(predictions == targets), predictions
+    losses, predictions = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:])[: len(targets)], jax.lax.map(of_batch, indices)
+    )
+    correct = None if predictions is None else jnp.sum(predictions == targets)
+    return jnp.mean(losses), correct, predictions
 
 
 def run(
@@ -174,8 +181,8 @@ def run(
 ) -> Iterator[tuple[Metrics, TrainState, np.ndarray | None]]:
     """Train from `state`, the state after `epochs_done` epochs, to the last epoch.
 
-    After each epoch, yield its metrics, the state, and the predictions for the test set. The next epoch overwrites the
-    state's buffers.
+    After each epoch, yield its metrics, the state, and the predictions for the test set, if any. The next epoch
+    overwrites the state's buffers.
 
     Raises:
       FloatingPointError: after an epoch, if a loss is not finite, or if the mean loss or a parameter is too large. With
@@ -187,13 +194,14 @@ def run(
             state = new
         started = time.perf_counter()
         state, losses, accuracies, finite = training.train_epoch(state, epoch)
-        losses, accuracies, finite = map(np.asarray, (losses, accuracies, finite))
+        losses, accuracies, finite = jax.tree.map(np.asarray, (losses, accuracies, finite))
         seconds = max(time.perf_counter() - started, LEAST_SECONDS)
         started = time.perf_counter()
         test_loss, test_accuracy, predictions = None, None, None
         if training.evaluate:
-            loss, correct, predictions = map(np.asarray, training.evaluate(state.params))
-            test_loss, test_accuracy = float(loss), int(correct) / predictions.size
+            loss, correct, predictions = jax.tree.map(np.asarray, training.evaluate(state.params))
+            test_loss = float(loss)
+            test_accuracy = None if predictions is None else int(correct) / predictions.size
         evaluation_seconds = time.perf_counter() - started
         if state.loss_scale is not None:
             state.loss_scale.check(MOST_SKIPPED)
@@ -204,7 +212,7 @@ def run(
             epoch=epoch,
             step=epoch * training.steps_per_epoch,
             train_loss=float(losses.mean(dtype=np.float64)),
-            train_accuracy=float(accuracies.mean(dtype=np.float64)),
+            train_accuracy=None if accuracies is None else float(accuracies.mean(dtype=np.float64)),
             test_loss=test_loss,
             test_accuracy=test_accuracy,
             images_per_second=training.steps_per_epoch * training.batch_size / seconds,
