@@ -116,10 +116,9 @@ def divide(documents: Documents) -> tuple[list[bytes], list[bytes]]:
 
 def pack(documents: Iterable[bytes], context: int) -> tuple[UInt8[np.ndarray, "rows t"], UInt8[np.ndarray, "rows t"]]:
     """Return the inputs and targets of a language model in rows of `context` bytes."""
-    documents = list(documents)
-    targets = np.frombuffer(b"".join(documents), np.uint8)
-    inputs = np.concatenate([[START], targets[:-1]]).astype(np.uint8) if len(targets) else targets
-    inputs[np.cumsum([0, *map(len, documents[:-1])])[: len(documents)]] = START
+    documents = [document for document in documents if document]
+    before = b"".join(bytes([START]) + document[:-1] for document in documents)
+    inputs, targets = (np.frombuffer(part, np.uint8) for part in (before, b"".join(documents)))
     whole = len(targets) // context * context
     return inputs[:whole].reshape(-1, context), targets[:whole].reshape(-1, context)
 

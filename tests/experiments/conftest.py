@@ -1,8 +1,12 @@
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import signal
-from typing import Annotated, ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -189,3 +193,22 @@ def gates_run(tmp_path_factory):
         return code, "\n".join(output), folder
 
     return run
+
+
+class GPTRun(NamedTuple):
+    settings: Sequence[str]
+    directory: Path
+    output: str
+
+
+@pytest.fixture(scope="session")
+def gpt_run(tmp_path_factory):
+    """The run of a tiny language model."""
+    folder, output = tmp_path_factory.mktemp("gpt"), io.StringIO()
+    words = np.random.default_rng(0).choice(["def ", "return ", "x", "(y)", ":\n"], 1500)
+    (folder / "own.txt").write_text("".join(words))
+    sizes = "--layers 1 --features 16 --heads 2 --context 16 --batch-size 8 --steps-per-epoch 10 --epochs 2 --devices 1"
+    settings, directory = ["gpt", "--text", str(folder / "own.txt"), *sizes.split()], folder / "run"
+    with contextlib.redirect_stdout(output):
+        assert train.main([*settings, "--run-dir", str(directory), "--json", str(folder / "result.json")]) == 0
+    return GPTRun(settings, directory, output.getvalue())

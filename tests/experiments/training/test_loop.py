@@ -129,6 +129,12 @@ def test_metrics_describe_the_epoch(toy_config):
         assert (metrics.test_accuracy * 37).is_integer()
 
 
+def test_an_epoch_has_at_most_the_steps_of_the_settings(toy_config, monkeypatch):
+    for steps, wanted in ((2, 2), (50, 6)):
+        monkeypatch.setattr(toy_config, "steps_per_epoch", steps)
+        assert [metrics.step for metrics, _ in run(toy_config(epochs=2))] == [wanted, 2 * wanted]
+
+
 def test_the_learning_rate_warms_up_to_its_peak_and_decays_to_nothing():
     optimizer, rates = training.make_optimizer(0.1, 100), []
     params = jnp.zeros(())

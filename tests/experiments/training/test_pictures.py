@@ -71,6 +71,12 @@ def test_a_run_with_a_loss_scale_shows_it_and_the_steps_that_it_skipped(toy_conf
     assert axes.lines[0].get_ydata().tolist() == [2.0**15] * 2
 
 
+def test_a_run_without_accuracies_shows_its_loss(toy_config, drawn):
+    pictures.curves("a run", metrics_of(None, None), toy_config().load(), None, loss_name="bits/byte")
+    (axes,) = drawn[0].subfigs[0].axes
+    assert axes.get_title() == "bits/byte"
+
+
 @pytest.mark.parametrize(("mistakes", "rows"), [(0, 0), (1, 1), (10, 1), (11, 2), (37, 3)])
 def test_a_picture_is_as_high_as_what_it_shows(toy_config, drawn, mistakes, rows):
     dataset = toy_config().load()

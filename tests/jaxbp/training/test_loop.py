@@ -9,7 +9,7 @@ from jaxbp.training.loop import TrainState
 from jaxbp.training.precision import LossScale
 
 
-def count_visits(epoch, examples=23, batch_size=5, seed=0):
+def count_visits(epoch, examples=23, batch_size=5, seed=0, steps=None):
     state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
     state, losses, *_ = loop.train_epoch(
         state,
@@ -20,8 +20,9 @@ def count_visits(epoch, examples=23, batch_size=5, seed=0):
         loss=lambda visits, example, target: (-visits[example], target),
         optimizer=optax.sgd(batch_size),
         batch_size=batch_size,
+        steps=steps,
     )
-    assert losses.shape == (examples // batch_size,)
+    assert losses.shape == (steps or examples // batch_size,)
     return np.asarray(state.params)
 
 
@@ -32,6 +33,20 @@ def test_an_epoch_sees_every_example_once_but_for_an_incomplete_batch():
 
 def test_epochs_leave_out_different_examples():
     assert len({tuple(count_visits(epoch)) for epoch in range(1, 6)}) == 5
+
+
+def test_an_epoch_of_fewer_steps_sees_other_examples_than_the_last():
+    first, second = count_visits(1, steps=2), count_visits(2, steps=2)
+    assert sorted(first) == sorted(second) == [0.0] * 13 + [1.0] * 10
+    assert (first != second).any()
+
+
+def test_a_loss_without_predictions_has_no_accuracy():
+    options = dict(loss=lambda p, x, y: (p * x + y, None), batch_size=2)
+    state, x = TrainState(jnp.ones(()), optax.sgd(0.0).init(jnp.ones(()))), jnp.arange(4.0)
+    _, losses, accuracies, _ = loop.train_epoch(state, x, x, jax.random.key(0), 1, optimizer=optax.sgd(0.0), **options)
+    assert losses.mean() == 3 and accuracies is None
+    assert loop.evaluate(state.params, x, x, **options) == (3, None, None)
 
 
 def losses_of_augmented(epoch, augment, seed=0):
