@@ -311,6 +311,7 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
         "settings": {k: v for k, v in configs.to_dict(config).items() if k not in FIELDS_WITHOUT_EFFECT},
         "devices": config.devices,
         "epochs": len(metrics),
+        "steps": metrics[-1].step,
         **seconds,
         **_figures(config),
         "test_loss": metrics[-1].test_loss,

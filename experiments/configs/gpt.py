@@ -19,14 +19,14 @@ from jaxbp.nn import GPT
 Preset = Literal["default", "small"]
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "default": dict(
-        layers=3,
+        layers=2,
         features=128,
         heads=4,
         context=128,
         batch_size=8,
-        steps_per_epoch=250,
+        steps_per_epoch=600,
         epochs=4,
-        learning_rate=5e-3,
+        learning_rate=4e-3,
         precision="float32",
     ),
     "small": dict(

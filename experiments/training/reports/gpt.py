@@ -1,5 +1,6 @@
 """The report on a trained language model."""
 
+import functools
 import gzip
 import json
 import lzma
@@ -20,7 +21,7 @@ FILES = ("compression.json", "samples.txt")
 ORDER = 4
 SAMPLES, TEMPERATURE, TOP_K = 3, 0.8, 40
 COMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = {
-    "gzip -9": lambda text: gzip.compress(text, 9),
+    "gzip -9": functools.partial(gzip.compress, compresslevel=9),
     "xz": lzma.compress,
 }
 
