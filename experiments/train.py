@@ -279,8 +279,8 @@ def _report(report: Any, config: TrainingConfig, model: nnx.Module, dataset: Dat
 def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | None) -> None:
     config, last = directory.config, directory.metrics[-1]
     title = f"{config.name} on {dataset.name}: {_result(config, last)}"
-    names = dict(names=config.curves, loss_name=config.loss_name)
-    written(config.run_dir / CURVES, lambda: pictures.curves(title, directory.metrics, dataset, predictions, **names))
+    names = config.curves, config.loss_name
+    written(config.run_dir / CURVES, lambda: pictures.curves(title, directory.metrics, dataset, predictions, *names))
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None, program: str) -> Stopped:

@@ -25,6 +25,10 @@ def difference(row: Row, implementation: str) -> str:
     return f"{value:.1e}" if value else "0"
 
 
+def bits_per_byte(run: Report, method: str) -> str:
+    return f"{run['compression']['bits_per_byte'][method]:.3f}"
+
+
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     # Steps of a tutorial.
     "step": ("step", lambda row: row["step"]),
@@ -44,6 +48,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "evaluation_seconds": ("evaluation, s", lambda run: number(run.get("evaluation_seconds"))),
     "compile_seconds": ("compilation, s", lambda run: number(run.get("compile_seconds"))),
     "images": ("images/s", lambda run: f"{run['images_per_second']:,.0f}" if run.get("images_per_second") else ""),
+    # Runs of the language model.
+    "gpt": ("GPT, bits/byte", lambda run: bits_per_byte(run, "gpt")),
+    "gzip": ("`gzip -9`", lambda run: bits_per_byte(run, "gzip -9")),
+    "xz": ("`xz`", lambda run: bits_per_byte(run, "xz")),
+    "order_4": ("order 4", lambda run: bits_per_byte(run, "order 4")),
+    "steps": ("steps", lambda run: f"{run['steps']:,}"),
     # Runs of the fuzzer. In an older run, a crash would have ended the run.
     "seed": ("run", lambda run: f"[seed {run['seed']}](results/{run['file']}.json)"),
     "device": ("device", lambda run: f"{devices({run['file']: run})}, {day(run)}"),
