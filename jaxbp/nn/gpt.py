@@ -119,12 +119,15 @@ class GPTBlock(nnx.Module):
         """Return the queries, keys, and values, `(batch, length, heads, head_dim)`."""
         heads = _normalized_linear(self.attention_norm, self.query_key_value, x)
         heads = heads.reshape(*x.shape[:2], self.num_key_value_heads, -1, self.head_dim)
-        queries_key, value = heads[..., :-1, :], heads[..., -1, :]
         if self.rotary_base is not None:
+            queries_key, value = jnp.split(heads, [-1], axis=-2)
             options = dict(base=self.rotary_base, implementation=self.implementation)
             queries_key = rotary_embedding(queries_key, positions[..., None, None], **options)
-        query = queries_key[..., :-1, :].reshape(*x.shape[:2], -1, self.head_dim)
-        return query, queries_key[..., -1, :], value
+            query, key = jnp.split(queries_key, [-1], axis=-2)
+        else:
+            query, key, value = jnp.split(heads, [-2, -1], axis=-2)
+        # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
+        return tuple(a.reshape(*x.shape[:2], -1, self.head_dim) for a in (query, key, value))
 
     def _attention(self, query: Array, *arrays: Array, **options: Any) -> Array:
         # The kernels of attention need half precision.
