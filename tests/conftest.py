@@ -64,7 +64,7 @@ WITH_EACH_VERSION = re.compile(
 WITH_NEWEST = re.compile("simulat|skipif|needs_")
 """Tests that older versions may skip. They belong to the last share."""
 
-COMPILED = re.compile("jaxbp/(catalogue|ops|logic|verify)/")
+COMPILED = re.compile("jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/")
 """Tests whose time is XLA's compiler, which the oldest version runs in two thirds of the time. They belong to the first
 share. A hash divides the other files, because the tests of one file share programs."""
 
