@@ -67,7 +67,6 @@ every_formula_and_two_kernels = pytest.mark.parametrize(
     [(name, "xla") for name in PAIRS] + [(name, "pallas") for name in TWO_KERNELS],
 )
 """Pairs that suffice where a transformation meets the operations of each formula, but only the launch of a kernel."""
-every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
 def test_every_public_op_is_in_the_table():
@@ -266,21 +265,21 @@ def test_an_empty_batch_has_gradients_of_every_shape_and_promotes_nothing(name, 
     assert [gradient.shape for gradient in gradients] == [a.shape for a in floats(arrays)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "batch"), [("float32", 1), ("float32", 1000), ("bfloat16", 129), ("float16", 129)])
-@every_place
-def test_gpu_kernels_at_real_shapes_match_float64(name, place, dtype, batch):
-    poison_memory()
-    _check_at_place(name, place, "pallas", dtype, _that_fits(name, place, batch))
+def _on_a_gpu():
+    """Yield each place with one example and with many in float32, and with many in one of the half precisions."""
+    for i, (name, place) in enumerate(PLACES):
+        for dtype, batch in (("float32", 1), ("float32", 1000), (("bfloat16", "float16")[i % 2], 129)):
+            yield name, place, dtype, batch
 
 
 @pytest.mark.gpu
-@every_place
-def test_gpu_kernels_give_the_same_bits_twice(name, place):
-    batch = _that_fits(name, place, 1000)
-    once = compiled(name, place, "pallas")(*drawn(name, place, batch=batch))
+@pytest.mark.parametrize(("name", "place", "dtype", "batch"), list(_on_a_gpu()))
+def test_gpu_kernels_at_real_shapes_match_float64_and_give_the_same_bits_twice(name, place, dtype, batch):
+    batch = _that_fits(name, place, batch)
     poison_memory()
-    again = compiled(name, place, "pallas")(*drawn(name, place, batch=batch))
+    once = _check_at_place(name, place, "pallas", dtype, batch)
+    poison_memory()
+    again = compiled(name, place, "pallas")(*drawn(name, place, dtype, batch))
     assert _equal(once, again)
 
 
@@ -303,6 +302,7 @@ def _equal(one, other):
 
 
 def _check_at_place(name, place, implementation, dtype, batch):
+    """Compare the results and gradients with float64, and return them."""
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
@@ -321,6 +321,7 @@ def _check_at_place(name, place, implementation, dtype, batch):
         assert_close(actual[1], in_float64(backward, dy, places, logits, wires, x), dtype)
     else:
         assert_close(actual, exact, dtype)
+    return actual
 
 
 def _places_and_dtypes():
