@@ -64,7 +64,10 @@ WITH_EACH_VERSION = re.compile(
 WITH_NEWEST = re.compile("simulat|skipif|needs_")
 """Tests that older versions may skip. They belong to the last share."""
 
-COMPILED = re.compile("jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/")
+COMPILED = re.compile(
+    "jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/"
+    "|experiments/(bench/|test_accuracy)"
+)
 """Tests whose time is XLA's compiler, which the oldest version runs in two thirds of the time. They belong to the first
 share. A hash divides the other files, because the tests of one file share programs."""
 
@@ -83,8 +86,11 @@ def _in_share(item, share, count):
 
 def pytest_ignore_collect(collection_path, config):
     """Ignore a file without tests of the share, whose import takes time."""
-    share, path = config.getoption("share"), collection_path.relative_to(config.rootpath).as_posix()
-    if not share or not collection_path.match("test_*.py") or share[0] == _share_of(path, share[1]):
+    share = config.getoption("share")
+    if not share or not collection_path.match("test_*.py"):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if share[0] == _share_of(path, share[1]):
         return None
     text = path + collection_path.read_text()
     return not (WITH_EACH_VERSION.search(text) or (share[0] == share[1] and WITH_NEWEST.search(text))) or None
