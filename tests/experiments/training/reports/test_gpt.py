@@ -67,17 +67,28 @@ def test_the_result_has_the_comparison(gpt_run):
     assert result["test_loss"] == metrics_of(gpt_run.directory)[-1]["test_loss"]
 
 
+def stopped_after_one_epoch(gpt_run, run_dir):
+    shutil.copytree(gpt_run.directory, run_dir)
+    shutil.rmtree(path_of(run_dir / "checkpoints", 2))
+    (run_dir / "files.sha256").unlink()
+    return ["gpt", "--resume", "--run-dir", str(run_dir)]
+
+
 @pytest.mark.parametrize("epochs_done", [0, 1])
-def test_a_run_repeated_or_resumed_has_the_same_bits(gpt_run, tmp_path, epochs_done):
-    args, run_dir = gpt_run.settings, tmp_path / "run"
-    if epochs_done:
-        shutil.copytree(gpt_run.directory, run_dir)
-        shutil.rmtree(path_of(run_dir / "checkpoints", 2))
-        (run_dir / "files.sha256").unlink()
-        args = ["gpt", "--resume"]
-    assert train.main([*args, "--run-dir", str(run_dir)]) == 0
+def test_a_run_repeated_or_resumed_with_moved_text_has_the_same_bits(gpt_run, tmp_path, epochs_done):
+    run_dir, moved = tmp_path / "run", shutil.copy(gpt_run.directory.parent / "own.txt", tmp_path / "moved.txt")
+    begin = [*gpt_run.settings, "--run-dir", str(run_dir)]
+    args = [*stopped_after_one_epoch(gpt_run, run_dir), "--text", str(moved)] if epochs_done else begin
+    assert train.main(args) == 0
     assert metrics_of(run_dir) == metrics_of(gpt_run.directory)
     first, second = (read(path_of(folder / "checkpoints", 2)).arrays for folder in (gpt_run.directory, run_dir))
     assert first.keys() == second.keys() and len(first) > 20
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], strict=True)
+
+
+def test_a_run_does_not_resume_with_other_text(gpt_run, tmp_path, capsys):
+    (tmp_path / "other.txt").write_bytes((gpt_run.directory.parent / "own.txt").read_bytes().replace(b"x", b"y"))
+    args = stopped_after_one_epoch(gpt_run, tmp_path / "run")
+    assert train.main([*args, "--text", str(tmp_path / "other.txt")]) == 2
+    assert "wants the same data" in capsys.readouterr().err
