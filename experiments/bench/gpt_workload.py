@@ -29,13 +29,15 @@ ADAMW = dict(lr=3e-4, weight_decay=0.1)
 FLAX = "autodiff, Flax and cuDNN"
 
 
-def model_operations(sizes: Mapping[str, Any], length: int) -> int:
-    """Return the operations of the matrix products per token, in the forward and the backward, with two operations per
-    multiplication and addition. Only the valid pairs of causal attention count."""
+def causal_share(sizes: Mapping[str, Any], length: int) -> float:
+    """Return the share of the operations of all matrix products that is left without the masked pairs of attention."""
     model = nnx.eval_shape(lambda: GPT(**sizes, rngs=nnx.Rngs(0)))
     parameters = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    products = sum(a.size for path, a in parameters if a.ndim == 2 and "position_embed" not in path)
-    return 6 * products + 6 * sizes["num_layers"] * sizes["features"] * length
+    weights = sum(a.size for path, a in parameters if a.ndim == 2 and "position_embed" not in path)
+    scores = sizes["num_layers"] * sizes["features"] * length
+    # Per token, each weight and each pair of a query and a key need three products: one in the forward, two in the
+    # backward. A pair needs two: with the key and with the value.
+    return (weights + scores * (length + 1) / length) / (weights + 2 * scores)
 
 
 def gpt_workload(place: str, **other_sizes: Any) -> Workload:
@@ -72,6 +74,6 @@ def gpt_workload(place: str, **other_sizes: Any) -> Workload:
         chain=functools.partial(training, optimizer=adamw),
         baselines={FLAX: FlaxGPT},
         tokens=length,
-        model_operations=model_operations(sizes, length),
+        share=causal_share(sizes, length),
         **fields,
     )

@@ -187,7 +187,7 @@ class Case:
 
     def _token_rates(self, microseconds: float | None) -> Row:
         tokens = ratio(self.batch * self.workload.tokens * 1e6, microseconds)
-        operations = None if tokens is None else tokens * self.workload.model_operations
+        operations = ratio(self.cost.operations * 1e6, microseconds)
         utilization = ratio(operations, nominal_operations(self.settings.dtype))
         return {"tokens_per_second": tokens, "model_flop_utilization": utilization}
 

@@ -42,7 +42,6 @@ class Workload:
       error_batch: the largest batch size for the comparison with float64 on the CPU, or None without a comparison.
       baselines: functions in plain JAX, by a name that starts with "autodiff".
       tokens: the number of tokens per example of a language model, else None.
-      model_operations: the number of operations per token, for the model FLOP utilization.
     """
 
     op: str
@@ -59,7 +58,6 @@ class Workload:
     error_batch: int | None = 128
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
-    model_operations: int = 0
 
     def named(self, name: str, dtype: str) -> Callable:
         return self.function(self.baselines.get(name, implementation(name)), dtype)

@@ -2,7 +2,8 @@ import jax
 import pytest
 from helpers import launching_program
 
-from experiments.bench.gpt_workload import SIZES, gpt_workload, model_operations
+from experiments.bench.gpt_workload import gpt_workload
+from experiments.bench.roofline import cost
 
 
 @pytest.mark.parametrize(("place", "parameters"), [("124M", 124_475_904), ("1.3B", 1_344_899_072)])
@@ -17,12 +18,11 @@ def test_targets_are_the_next_tokens():
     assert (tokens[:, 1:] == targets[:, :-1]).all() and (tokens != targets).any()
 
 
-def test_the_operations_are_those_of_the_products():
-    # Per token and layer, 12 features² products of a weight, and for half of all keys, 2 products per feature.
-    sizes = SIZES["124M"]
-    layers, features = sizes["num_layers"], sizes["features"]
-    per_layer = 12 * features**2 + 1024 / 2 * 2 * features
-    assert model_operations(sizes, 1024) == 3 * 2 * (layers * per_layer + sizes["vocab_size"] * features)
+def test_the_operations_are_those_of_the_weights_and_of_causal_attention():
+    counted = cost(gpt_workload("124M"), 2, "bfloat16").operations
+    layers, features, vocabulary, length = 12, 768, 50_304, 1024
+    per_token = layers * (12 * features**2 + (length + 1) / 2 * 2 * features) + vocabulary * features
+    assert counted == pytest.approx(3 * 2 * per_token * 2 * length, rel=1e-6)
 
 
 @pytest.mark.parametrize("place", ["124M", "1.3B"])
