@@ -63,7 +63,9 @@ class Case:
         self.workload, self.batch, self.settings = workload, batch, settings
         self.name = workload.title + settings.label
         self.title = f"{self.name}, batch {batch}"
-        baselines = workload.baselines if "autodiff" in settings.implementations else ()
+        # The baseline of a language model is Flax, which is a peer.
+        has_baselines = "autodiff" in settings.implementations or (settings.peers and workload.tokens is not None)
+        baselines = workload.baselines if has_baselines else ()
         self._names = [*settings.implementations, *baselines]
         self._programs, self._compiled = {}, {}
 

@@ -115,11 +115,16 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
 def test_a_language_model_has_rates_of_tokens_and_its_peers_run_first(workload_at, monkeypatch):
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(rows, "nominal_operations", lambda dtype: 1e9)
-    workload = dataclasses.replace(workload_at("lenet"), tokens=7, error_batch=None)
+    workload = dataclasses.replace(
+        workload_at("lenet"), tokens=7, error_batch=None, baselines={"autodiff, other": None}
+    )
     variants = lambda task: [("timed", None, lambda: {"microseconds": 100.0, "results": None})]  # noqa: E731
     peers = {"Peer": table.Peer("1.0", variants)}
     settings = Settings(["xla"], peers, "best", "float32", "default", 1e-3, False, {})
-    peer, ours = measured_rows([Case(workload, 2, settings)], lambda: True)
+    assert Case(workload, 2, settings._replace(peers={})).row_names() == ["xla"]
+    case = Case(workload, 2, settings)
+    assert case.row_names() == ["xla", "autodiff, other", "Peer timed"]
+    peer, ours, _ = measured_rows([case], lambda: True)
     assert (peer["peer"], ours["peer"], ours["error"], ours["failed"]) == ("Peer", None, None, None)
     assert peer["tokens_per_second"] == pytest.approx(2 * 7 / 100e-6)
     assert peer["model_flop_utilization"] == pytest.approx(peer["operations"] / 100e-6 / 1e9)
