@@ -32,6 +32,18 @@ def test_right_implementations_train_alike(compare_toy, capsys, tmp_path):
     assert "Hessian" in printed and "training loss" in printed
 
 
+def test_the_implementations_of_a_language_model_are_compared(tmp_path):
+    path, text = tmp_path / "gpt.json", tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 400)
+    sizes = ["--layers", "1", "--features", "8", "--heads", "2", "--context", "16", "--batch-size", "2"]
+    options = ["--steps", "3", "--no-second-order", "--seconds", "1e-4", "--devices", "1", "--json", str(path)]
+    assert compare.main(["gpt", "--text", str(text), *sizes, *options]) == 0
+    report = json.loads(path.read_text())
+    assert report["curves"]["xla"] == pytest.approx(report["curves"]["autodiff"], rel=1e-5)
+    differences = {one["name"]: one["relative"] for one in report["measured"][1]["differences"]}
+    assert max(differences.values()) < 1e-5 and "params.blocks.0.query_key_value.bias" in differences
+
+
 def test_ctrl_c_keeps_what_is_compared(compare_toy, tmp_path, press_ctrl_c, capsys, monkeypatch):
     path, original = tmp_path / "toy.json", compare.train
 
