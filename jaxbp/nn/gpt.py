@@ -274,6 +274,7 @@ class GPT(nnx.Module):
                 raise ValueError(f"GPT: tokens has {length} positions; wants {most}")
             positions = _positions(length) if segment_ids is None else segment_positions(segment_ids)
         x = self._embedded(tokens, positions)
+        # `lax.scan` would compile faster, but would copy the residuals of all blocks into stacked arrays.
         for block in self.blocks:
             apply = lambda x, block=block: block(x, positions, segment_ids)  # noqa: E731
             if self.checkpoint:
