@@ -106,7 +106,7 @@ class GPTBlock(nnx.Module):
     def decode(
         self, x: Array, positions: Array, keys: Array, values: Array, index: Array
     ) -> tuple[Array, Array, Array]:
-        """Return the block's result, and the keys and values of the cache, to which those of x were written."""
+        """Return the block's result, and the cache's keys and values, with the keys and values of x from `index` on."""
         query, key, value = self._heads(x, positions)
         keys, values = (
             lax.dynamic_update_slice_in_dim(all_, new.astype(all_.dtype), index, axis=1)
