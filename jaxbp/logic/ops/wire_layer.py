@@ -138,11 +138,11 @@ def wire_layer(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch 2*gates"]:
-    """Return the values of learned wires, `y_w = Σ_k weights_wk v_k`.
+    """Return the values of learned wires, `y = Σ_k w_k v_k`.
 
-    Here v_k is the value of candidate k of wire w, `x[..., candidates[q, k]]` for the wire's group q. With
-    `relaxation="softmax"`, the weights are `softmax(logits_w)`. With "straight_through", the weight of the candidate
-    with the largest logit is 1, and the others are 0.
+    Here v_k is the value of candidate k of the wire, `x[..., candidates[q, k]]` for the wire's group q. With
+    `relaxation="softmax"`, the weights w are the softmax of the wire's logits. With "straight_through", the weight of
+    the candidate with the largest logit is 1, and the others are 0.
 
     Args:
       logits: one row per wire, possibly in a wider dtype than x.
@@ -165,12 +165,12 @@ def wire_layer_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "2*gates K"], Float[Array, "*batch inputs"]]:
-    """Gradients of `wire_layer`. With `p = softmax(logits_w)`, and with v and the weights as in `wire_layer`,
+    """Gradients of `wire_layer`. With p the softmax of a wire's logits, and with v and w as in `wire_layer`,
 
-        dweights_k = Σ_batch dy_w v_k
-        dlogits_k = p_k (dweights_k - Σ_j p_j dweights_j)
-        dv_k = Σ_w weights_wk dy_w
-        dx_i = Σ dv over the groups that have input i as a candidate
+        dw_k = Σ_batch dy v_k
+        dlogits_k = p_k (dw_k - Σ_j p_j dw_j)
+        dv_k = Σ w_k dy over the wires of the group
+        dx_i = Σ dv_k over the groups that have input i as a candidate k
 
     With `relaxation="straight_through"`, dlogits is not the derivative of the forward, which is 0 almost everywhere.
     """

@@ -34,10 +34,9 @@ class LearnedWires(ByContent):
       gate_wires: the wires between the learned wires and the gates.
       inputs: the number of inputs of the layer, including inputs that are no candidates.
       max_fan_out: the largest number of groups that have an input as a candidate.
-      relaxation: the value of a wire in training.
-        "straight_through": the candidate with the largest logit. The gradient with respect to the logits is the
-          gradient of "softmax".
-        "softmax": the mean of the candidates, weighted with the softmax of the logits.
+      relaxation: the value of a wire in training. With "softmax", it is the mean of the candidates, weighted with the
+        softmax of the logits. With "straight_through", it is the candidate with the largest logit, and the gradient
+        with respect to the logits is the gradient of the mean.
 
     Source: K. Fojcik et al., "LILogicNet: Compact logic gate networks with learnable connectivity for efficient
     hardware deployment", 2025; "straight_through": as in `jaxbp.logic.gates.straight_through`.
