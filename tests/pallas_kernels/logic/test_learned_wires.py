@@ -29,8 +29,10 @@ def reference(dy, weights, candidates, x):
     return y, (dvalues.reshape(-1, dy.shape[1]), dweights.reshape(-1, candidates.shape[1]))
 
 
-@pytest.mark.parametrize(("N", "dtype"), [(LANES, "float32"), (6 * LANES, "bfloat16")])
-@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize(
+    ("wires", "N", "dtype"),
+    zip(WIRES, (LANES, 6 * LANES, LANES), ("float32", "bfloat16", "float32"), strict=True),
+)
 def test_the_simulator_finds_them_right(wires, N, dtype):
     if jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")

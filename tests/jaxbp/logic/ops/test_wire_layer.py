@@ -50,14 +50,14 @@ def by_the_definition(dy, logits, wires, x):
 
 @every_relaxation
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_and_gradients_are_the_formulas(implementation, relaxation, dtype):
-    dy, x, logits = (*(a.astype(dtype) for a in normal((2, 3, 12), (2, 3, 6))), *normal((12, 3), seed=1))
+def test_values_and_gradients_are_the_formulas_also_for_logits_wider_than_x(implementation, relaxation):
+    dy, x, logits = (*(a.astype("bfloat16") for a in normal((2, 3, 12), (2, 3, 6))), *normal((12, 3), seed=1))
     exact = by_the_definition(dy, logits, WIRES[relaxation], x)
-    results, (dlogits, dx) = value_and_gradients(implementation)(dy, logits, WIRES[relaxation], x)
-    assert_close(results, exact, dtype)
-    assert_close((dlogits, dx), exact[1:], dtype)
-    assert [a.dtype for a in results] == [dtype, "float32", dtype]
+    results, gradients = value_and_gradients(implementation)(dy, logits, WIRES[relaxation], x)
+    assert_close(results, exact, "bfloat16")
+    assert_close(gradients, exact[1:], "bfloat16")
+    assert_close(results[1], exact[1], "float32")
+    assert [a.dtype for a in results] == ["bfloat16", "float32", "bfloat16"]
 
 
 @every_relaxation
@@ -79,8 +79,6 @@ def test_the_gradient_of_straight_through_passes_check_against_a_function_with_t
     arrays = normal((12, 3), (3, 6))
     # Numbers near ties would change the selected candidate.
     assert check(layer, *arrays, gradient_of=with_this_gradient, added=["cotangents"])
-    softmax = functools.partial(layer, relaxation="softmax")
-    assert not check(layer, *arrays, gradient_of=softmax, added=["cotangents"])
 
 
 @ours
