@@ -31,7 +31,7 @@ def reference(dy, weights, candidates, x):
 
 @pytest.mark.parametrize(
     ("wires", "N", "dtype"),
-    zip(WIRES, (LANES, 6 * LANES, LANES), ("float32", "bfloat16", "float32"), strict=True),
+    list(zip(WIRES, (LANES, 6 * LANES, LANES), ("float32", "bfloat16", "float32"), strict=True)),
 )
 def test_the_simulator_finds_them_right(wires, N, dtype):
     if jax.__version_info__ < (0, 12):
