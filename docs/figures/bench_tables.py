@@ -25,6 +25,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "products": ("products in: jaxbp / autodiff", lambda rows: both_products(library(rows), autodiff(rows))),
     "peer": ("speedup over best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
     "floor": ("jaxbp, % of roofline", lambda rows: floor(library(rows))),
+    "utilization": ("model FLOP utilization", lambda rows: percent(library(rows)["model_flop_utilization"])),
     "memory": ("temporary memory, MiB", lambda rows: temporaries(library(rows))),
     "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
