@@ -161,7 +161,7 @@ _DIVIDED_AXES = {"embed": 0, "head": 0, "query_key_value": 1, "output": 0, "gate
 
 
 class GPT(nnx.Module):
-    """A transformer that predicts the next token: embedding, `GPTBlock`s, a norm, and logits.
+    """A transformer that predicts the next token: embedding, blocks (`GPTBlock`), a norm, and logits.
 
     The initial weights are normal with the standard deviation 0.02, divided by `sqrt(2 num_layers)` for the two layers
     of each block that add to the residual stream, `output` and `down`. The initial biases are 0.
