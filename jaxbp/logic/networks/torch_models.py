@@ -98,7 +98,7 @@ def from_torchlogix(
 
 
 def to_difflogic(network: LogicNetwork, model: Iterable[Any]) -> None:
-    """Write the logits, wires, and tau of a `LogicNetwork` into a difflogic model whose layers have the same shapes.
+    """Write the logits, hardened wires, and tau of a `LogicNetwork` into a difflogic model with layers of equal shapes.
 
     Args:
       network: a network with `parametrization="softmax"`.
@@ -111,7 +111,7 @@ def to_difflogic(network: LogicNetwork, model: Iterable[Any]) -> None:
     """
     modules, _ = _write("to_difflogic", network, model, _difflogic_layer)
     for layer, module in zip(network.layers, modules, strict=True):
-        wires = layer.wires.get_value()
+        wires = layer.hard_wires()
         module.indices = tuple(
             old.new_tensor(np.asarray(new, np.int64))
             for old, new in zip(module.indices, (wires.a, wires.b), strict=True)
@@ -125,7 +125,7 @@ def to_difflogic(network: LogicNetwork, model: Iterable[Any]) -> None:
 
 
 def to_torchlogix(network: LogicNetwork, model: Iterable[Any]) -> None:
-    """Write the logits, wires, and tau of a `LogicNetwork` into a torchlogix model with layers of equal shapes.
+    """Write the logits, hardened wires, and tau of a `LogicNetwork` into a torchlogix model of equal shapes.
 
     Args:
       network: a network whose parametrization corresponds to the model's (see `from_torchlogix`).
@@ -137,7 +137,7 @@ def to_torchlogix(network: LogicNetwork, model: Iterable[Any]) -> None:
     """
     _, layers = _write("to_torchlogix", network, model, _torchlogix_layer)
     for layer, theirs in zip(network.layers, layers, strict=True):
-        wires = layer.wires.get_value()
+        wires = layer.hard_wires()
         _copy(theirs.a, np.asarray(wires.a, np.int64))
         _copy(theirs.b, np.asarray(wires.b, np.int64))
 

@@ -1,5 +1,6 @@
 """Classes with the names and attributes of difflogic 0.1.0 and torchlogix 0.2.2, and with their formulas in NumPy."""
 
+import functools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 from scipy.special import expit, softmax
 
+from jaxbp import LearnedWires
 from jaxbp.logic.gates import COEFFICIENTS
 from jaxbp.nn import LogicNetwork, from_difflogic, from_torchlogix, to_difflogic, to_torchlogix
 
@@ -169,6 +171,19 @@ def test_parameters_that_are_written_into_a_model_and_read_again_are_the_same(ki
     for mine, theirs in zip(network.layers, again.layers, strict=True):
         assert mine.wires.get_value() == theirs.wires.get_value()
         np.testing.assert_allclose(mine.logits[...], theirs.logits[...], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [(LogicLayer, from_difflogic, to_difflogic), (LogicDense, from_torchlogix, to_torchlogix)]
+)
+def test_learned_wires_are_written_hardened(kind):
+    layer, read, write = kind
+    wiring = functools.partial(LearnedWires.random, candidates=4)
+    network = LogicNetwork(INPUTS, WIDTHS, CLASSES, wiring=wiring, rngs=nnx.Rngs(0))
+    model = model_of(layer)
+    write(network, model)
+    found = [layer.wires.get_value() for layer in read(model).layers]
+    assert found == [layer.hard_wires() for layer in network.layers]
 
 
 def test_hardened_logits_are_written_as_they_are():
