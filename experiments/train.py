@@ -215,7 +215,10 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
 
 
 def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
-    """Return the dataclass of a command line. It checks no settings, because tyro would print errors in a box."""
+    """Return the dataclass that tyro fills from a command line.
+
+    It does not check the settings, because tyro would print errors in a box. `parse` checks them afterwards.
+    """
     namespace = {"__doc__": config.__doc__, "__post_init__": lambda parsed: None}
     options = dict(bases=(Options, config), frozen=True, kw_only=True, namespace=namespace)
     return dataclasses.make_dataclass(config.__name__, [], **options)

@@ -33,9 +33,10 @@ class Workload:
       function: (implementation, dtype) -> the function to time. `implementation` is a name, None, or a function, as
         in `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program that calls the function `calls` times. It takes a tuple of
-        sets of arguments, one set per call of an op, or one set for all training steps. `implementation` is only for
-        the optimizer of training steps, and "autodiff" means Optax. `function` has the network's implementation.
+      chain: (function, calls, implementation) -> a program that calls `function` `calls` times. The program takes a
+        tuple with one set of arguments per call of an op, or with one set for all training steps. For a training step,
+        `implementation` only selects the optimizer ("autodiff": Optax). The network's implementation is already in
+        `function`.
       steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       share: the share of the matrix products' operations that is needed, below 1 if masks exclude scores.

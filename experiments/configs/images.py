@@ -85,7 +85,10 @@ class ImageConfig(TrainingConfig):
         return self.dataset or self.data.name
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the settings that depend on the data. With `data` and `shape`, a saved run has all settings."""
+        """Return the default settings, which depend on the data.
+
+        If `data` and `shape` are set, the config is from a saved run and has all settings. The result is then empty.
+        """
         if self.data is None:
             return self._named() | self.recipe(self.dataset)
         if self.shape is not None:

@@ -270,7 +270,8 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 
 def architecture_for(shape: tuple[int, int, int]) -> Architecture:
-    """Return layers of gates after convolutions, which halve the height and width of images until both are below 4."""
+    """Return convolutions that halve the height and width of images until both are below 4, and the layers of gates
+    that follow them."""
     _, height, width = shape
     convolutions = halving_convolutions(height, width, 1, 32)
     for convolution in convolutions:

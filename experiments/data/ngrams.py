@@ -10,9 +10,9 @@ DISCOUNT = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The n-grams of one length in a text, and their contexts, the n-grams without the last byte, both sorted.
+    """The different n-grams of one length in a text, and their contexts. A context is an n-gram without its last byte.
 
-    An n-gram is a number whose lowest byte is the last byte.
+    An n-gram is stored as a number whose lowest byte is the last byte. The n-grams and the contexts are sorted.
     """
 
     ngrams: UInt64[np.ndarray, " ngrams"]

@@ -69,7 +69,8 @@ class Examples(NamedTuple):
         return cls(bits[first], targets[first], summed / summed.mean())
 
     def repeated(self, rows: int) -> "Examples":
-        """Return `rows` examples, in which each example has its share of its weight."""
+        """Repeat the examples in order until there are `rows` examples. The copies of an example share its weight, and
+        the mean weight stays the same."""
         at = np.resize(np.arange(len(self.targets)), rows)
         return Examples(
             self.bits[at], self.targets[at], (self.weights / np.bincount(at))[at] * rows / len(self.weights)

@@ -119,13 +119,14 @@ class GPTBlock(nnx.Module):
         """Return the queries, keys, and values, `(batch, length, heads, head_dim)`."""
         heads = _normalized_linear(self.attention_norm, self.query_key_value, x)
         heads = heads.reshape(*x.shape[:2], self.num_key_value_heads, -1, self.head_dim)
+        last = heads.shape[-2] - 1
         if self.rotary_base is not None:
-            queries_key, value = jnp.split(heads, [-1], axis=-2)
+            queries_key, value = jnp.split(heads, [last], axis=-2)
             options = dict(base=self.rotary_base, implementation=self.implementation)
             queries_key = rotary_embedding(queries_key, positions[..., None, None], **options)
-            query, key = jnp.split(queries_key, [-1], axis=-2)
+            query, key = jnp.split(queries_key, [last - 1], axis=-2)
         else:
-            query, key, value = jnp.split(heads, [-2, -1], axis=-2)
+            query, key, value = jnp.split(heads, [last - 1, last], axis=-2)
         # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
         return tuple(a.reshape(*x.shape[:2], -1, self.head_dim) for a in (query, key, value))
 
@@ -183,7 +184,7 @@ class GPT(nnx.Module):
       tied: whether the logits are computed with the matrix of the embedding, instead of a matrix `head`.
       use_bias: whether the dense layers of the blocks have a bias.
       epsilon: of the norms.
-      checkpoint: whether the backward recomputes each block, except the result of attention, which is kept.
+      checkpoint: whether the backward recomputes each block, except what attention saves for its backward.
       dtype: the dtype of the computation, or None for `param_dtype`.
       param_dtype: the dtype of the parameters.
       implementation: as in the ops. "pallas" computes attention by "xla" unless it is in half precision.

@@ -172,7 +172,8 @@ class MixtureOfExperts(nnx.Module):
         return y.astype(rows.dtype).reshape(inputs.shape), routing
 
     def route(self, inputs: Float[AnyArray, "*batch in_features"], *, rngs: nnx.Rngs | None = None) -> Routing:
-        """Return the experts of each token. The tokens are the rows of all axes of the batch, in order."""
+        """Return the experts of each token, their weights, and the losses. Token t is row t of
+        `inputs.reshape(-1, in_features)`."""
         options = dict(implementation=self.implementation)
         bias = self.router_bias
         x, router = upcast(self._tokens(jnp.asarray(inputs))), upcast(self.router[...])

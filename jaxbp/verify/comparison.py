@@ -42,11 +42,12 @@ class Difference:
 
     Attributes:
       kind: one of `KINDS`.
-      name: the result or the differentiated argument.
+      name: the name of the result or of the differentiated argument.
       absolute: the largest difference of an element; infinite if an element is NaN in only one array.
       relative: `‖a - reference‖ / ‖reference‖`.
       mistakes: the number of elements that rounding does not explain.
-      worst: index, value, and expected value of the element that exceeds the allowed difference most, or None.
+      worst: a text with the index, the value, and the expected value of the element that exceeds the allowed
+        difference most. Empty if `mistakes` is 0.
     """
 
     kind: str
@@ -136,7 +137,7 @@ class Comparison:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None means infinity."""
+        """Rebuild a comparison from `dataclasses.asdict` or its JSON, in which an infinite difference is None."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}

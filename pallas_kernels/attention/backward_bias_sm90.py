@@ -118,7 +118,8 @@ def backward_bias(
         ring = Ring(config.stages, copy, loaded, free=free)
 
         def for_each_tile(visit, carry):
-            """Return `visit(step, masked, index, carry)` after the tiles with a valid pair. `step` counts them."""
+            """Call `carry = visit(step, masked, index, carry)` for each of the CTA's tiles that has a valid pair, and
+            return the last `carry`. `step` counts these tiles from 0."""
 
             def consider(i, step_and_carry):
                 step, carry = step_and_carry

@@ -40,7 +40,8 @@ _CONSUMERS = 2
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tiles of 128 queries and `keys` keys. Tiles of values and of keys alternate in a ring of `buffers`. With
-    `values_first`, the products of do and the values start before the scores, and release their buffer earlier."""
+    `values_first`, the product of do and the values starts before the product of the queries and the keys, and the
+    buffer of the values is free earlier."""
 
     keys: int = 128
     buffers: int = 4

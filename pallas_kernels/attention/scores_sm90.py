@@ -48,7 +48,8 @@ class Tile:
         return dataclasses.replace(self, loaded=self.queries(masks))
 
     def queries(self, masks: Masks) -> list[Array | None]:
-        """Return three vectors: the first valid key, the end of the valid keys, and the segment of each query."""
+        """For each query of the tile, return the first valid key, the end of the valid keys, and the segment, as three
+        vectors. The segments may be None."""
         if self.loaded is not None:
             return self.loaded
         return [None if a is None else self._load(a, self.query, self.query_axis) for a in masks[:3]]

@@ -49,7 +49,8 @@ class RuleLines:
             traceback = outer
 
     def joined(self, traceback: Any, count: int, outer: Any) -> Any:
-        """Return `traceback` if a rule is among its innermost `count` frames, else `outer`."""
+        """Return `traceback`, and let `frames` continue with `outer` after its innermost `count` frames. If none of
+        these frames is in a custom rule, return `outer`."""
         codes, _ = traceback.raw_frames()
         if all(code.co_filename.startswith((JAX_FOLDER, "<frozen")) for code in codes[:count]):
             return outer

@@ -205,7 +205,7 @@ def multiply(
         consumed = pl.ds(first_row(), consumer_rows)
 
         def position(number):
-            """Return the position of the CTA's tile `number` among the tiles that the clusters compute at once."""
+            """Return the index of this cluster's tile in round `number`, in which each cluster computes one tile."""
             if not schedule.alternating:
                 return cluster
             return jnp.where(remainder(number, 2) == 1, clusters - 1 - cluster, cluster)
@@ -342,8 +342,8 @@ def multiply(
                 store(sums_out.at[tile.out, tile.tile_column, pl.ds(tile.row + first_row(), consumer_rows)], *left_sums)
 
         def store_rows(tile, columns):
-            """Copy the rows in `tile.stored` of the consumer's buffer to the result. The size of a bulk copy is static,
-            so each copies a power of two of the rows."""
+            """Copy the rows in `tile.stored`, by default all rows, from the consumer's buffer to the result. The sizes
+            of bulk copies are static, so the rows are divided into copies whose numbers of rows are powers of two."""
             first = tile.row + first_row()
 
             def copy_rows(start, size):
@@ -415,7 +415,8 @@ def _two_rows_a_warp(step):
 
 
 def raster(index: Any, rows: Any, width: int) -> tuple[Any, Any]:
-    """Return row and column of tile `index`, in vertical blocks of `width` columns."""
+    """Return the row and the column of tile `index`. Tiles are numbered row by row within each vertical block, which is
+    `width` tiles wide."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 

@@ -69,5 +69,5 @@ def rows_of_kernels(x: Array) -> Array:
 
 
 def from_rows_of_kernels(rows: Array, shape: tuple[int, ...]) -> Array:
-    """Return the inverse of `rows_of_kernels`, with the batch axes `shape`."""
+    """Undo `rows_of_kernels`: return an array `(*shape, features)`, where `shape` has the batch axes."""
     return batch_first(rows, math.prod(shape)).reshape(*shape, rows.shape[0])

@@ -73,11 +73,12 @@ class LearnedWires(ByContent):
     ) -> "LearnedWires":
         """Make wires whose group q chooses among the inputs `candidates[q]`.
 
+        With more candidates than wires, the gradients of the candidates would need more memory than the wires.
+
         Raises:
           TypeError: the candidates are not integers.
           ValueError: the candidates are not a matrix, or not in [0, inputs); the number of groups does not divide the
-            number of wires, `2 * gates`; there are more candidates than wires per group, because the gradients of the
-            candidates would then need more memory than the wires; or the relaxation is unknown.
+            number of wires, `2 * gates`; a group has more candidates than wires; or the relaxation is unknown.
         """
         op = "LearnedWires.from_candidates"
         gates, inputs = bounded_count(op, "gates", gates), bounded_count(op, "inputs", inputs)

@@ -64,7 +64,7 @@ def without_unpaired(
 
 
 def _are_among(ids: Array, others: Array) -> Array:
-    """Return whether each id `(batch, positions)` is among the others of its example."""
+    """For each id `(batch, positions)`, return whether `others` contains the id in the same example."""
     others = jnp.sort(others, axis=1)
     at = jax.vmap(jnp.searchsorted)(others, ids)
     return jnp.take_along_axis(others, jnp.minimum(at, others.shape[1] - 1), axis=1) == ids
@@ -86,13 +86,13 @@ def scores_and_slope(
 
 
 def product(subscripts: str, a: Array, b: Array) -> Array:
-    """Return the product in float32 or wider. Arguments in half precision stay so if both have the same dtype."""
+    """Return the product in float32 or wider. The arguments are upcast first only if their dtypes differ."""
     a, b = (a, b) if a.dtype == b.dtype else (upcast(a), upcast(b))
     return jnp.einsum(subscripts, a, b, preferred_element_type=wide(a.dtype))
 
 
 def grouped(a: Array, k: Array, axis: int = 2) -> Array:
-    """Split an axis of query heads into the heads of k, and the query heads per head of k."""
+    """Split an axis of query heads into two axes: the heads of k, and the query heads of each head of k."""
     heads = k.shape[2]
     return a.reshape(*a.shape[:axis], heads, a.shape[axis] // heads, *a.shape[axis + 1 :])
 

@@ -48,7 +48,7 @@ def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float
 
 
 def _with_kernel(kernel: Callable, formula: Callable, *names: str) -> Callable:
-    """Return `formula`, which takes arrays of these names, computed by `kernel` on a GPU."""
+    """Return a function that computes `formula` with `kernel` on a GPU. `names` are the names of its arrays."""
 
     def call(*arrays, **options):
         of_options = [functools.partial(f, **options) for f in (kernel, formula)]

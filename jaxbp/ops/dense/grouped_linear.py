@@ -222,7 +222,7 @@ def grouped_linear(
     give 0, and their gradient is 0. If the sum exceeds the number of rows, the last groups end at the last row. Sizes
     are data on the device, so this is no error. A group may have no rows; its gradients are then 0.
 
-    With "pallas" and "xla", a row without a group is never read, and NaN in one group does not reach the others. The
+    With "pallas" and "xla", NaN in one group, or in a row without a group, does not reach the other groups. The
     order of each sum is fixed.
 
     Args:

@@ -175,10 +175,13 @@ CALLS = [
 ]
 
 NAMED = {
+    # test -> (ops, options)
     "jaxbp/ops/dense/test_grouped_linear.py::test_the_result_may_have_another_dtype": (
         *(["grouped_linear"], ["preferred_element_type"]),
     ),
-    # test -> (ops, options)
+    "jaxbp/logic/wires/test_learned_wires.py::test_a_layer_on_learned_wires_equals_a_layer_on_its_hardened_wires": (
+        *(["gate_layer"], ["wire_logits"]),
+    ),
     "jaxbp/ops/test_twins.py::test_batch_norm_over_devices_has_the_statistics_of_all_examples": (
         *(["batch_norm"], ["axis_name"]),
     ),
