@@ -142,24 +142,64 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Count the collectives and jaxbp's kernels in the text of a compiled program.
+    """Count the collectives and jaxbp's kernels that the text of a compiled program runs, in a loop once per iteration.
 
     `bytes` is the size of the collectives' results. `kernels_meanwhile` counts kernels that run during a collective.
+
+    Raises:
+      ValueError: a collective or a kernel is in a branch, or in a loop with an unknown number of iterations.
     """
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
-    for line in program[program.index("\nENTRY") :].splitlines():
-        if found := COLLECTIVE.search(line):
-            kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
+    for line, _, times in executed(program):
+        found, is_kernel = COLLECTIVE.search(line), _is_kernel(line)
+        if times is None and (found or is_kernel):
+            raise ValueError(f"{line.strip()[:80]} runs an unknown number of times; wants loops of known lengths")
+        if found:
+            kinds[found["kind"]] = kinds.get(found["kind"], 0) + times
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
             if found["start"]:  # the arguments, followed by the results
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
-            size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
+            bytes_ = (SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
+            size += times * sum(bytes_)
         running -= bool(re.search(r" [a-z-]+-done\(", line))
-        # A kernel may be inside a fusion that slices its operands.
-        if "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]:
-            kernels += 1
-            meanwhile += running > 0
+        if is_kernel:
+            kernels += times
+            meanwhile += times * (running > 0)
     return {"collectives": kinds, "bytes": size, "kernels": kernels, "kernels_meanwhile": meanwhile}
+
+
+def _is_kernel(line):
+    # A kernel may be inside a fusion that slices its operands.
+    return "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]
+
+
+def executed(program: str) -> Iterator[tuple[str, int, int | None]]:
+    """Yield each instruction in the text of a compiled program, with the number of loops around it, and how often the
+    program runs it, or None if the text does not say."""
+    computations, entry, name = {}, None, None
+    for line in program.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = header[2]
+            entry, computations[name] = name if header[1] else entry, []
+        elif name is not None:
+            computations[name].append(line)
+
+    def of_computation(name, depth, times):
+        for line in computations[name]:
+            yield line, depth, times
+            if " while(" in line:
+                length = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                iterations = None if times is None or length is None else times * int(length[1])
+                yield from of_computation(re.search(r"body=%?([\w.-]+)", line)[1], depth + 1, iterations)
+            elif " call(" in line:
+                yield from of_computation(re.search(r"to_apply=%?([\w.-]+)", line)[1], depth, times)
+            elif " conditional(" in line:
+                branches = re.search(r"(?:branch|true|false)_computations?=.*", line)[0]
+                for branch in re.findall(r"%([\w.-]+)", branches):
+                    if branch in computations:
+                        yield from of_computation(branch, depth, None)
+
+    yield from of_computation(entry, 0, 1)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.core.arrays import has_explicit_axes, on_no_mesh
+from pallas_kernels.core.arrays import on_no_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,22 @@ def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
 def on_explicit_axes(arrays: Any) -> bool:
     mesh = mesh_of(arrays)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def device_parts(size: Any, arrays: Any) -> int:
+    """Return a number of equal parts of an axis of this size, so that the devices of the arrays' mesh, which may divide
+    the axis, each have one or several parts. It is 1 without a mesh."""
+    mesh = mesh_of(arrays)
+    return 1 if mesh is None or is_symbolic_dim(size) else math.gcd(size, mesh.size)
+
+
+def whole_along(a: jax.Array, axis: int) -> jax.Array:
+    """Return `a`, gathered along this axis if the automatic axes of a mesh divide it."""
+    mesh = mesh_of(a)
+    if mesh is None or on_explicit_axes(a):
+        return a
+    spec = [None if i == axis else PartitionSpec.UNCONSTRAINED for i in range(a.ndim)]
+    return lax.with_sharding_constraint(a, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def sharding_of_rows(x: jax.Array, w: jax.Array) -> NamedSharding | None:
@@ -145,7 +162,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 def _on_one_device(function: Callable, *arrays: Any) -> list:
     """Call `function`, which computes one device's part. Trace and lower it without the mesh that `jax.set_mesh` may
     set."""
-    if not has_explicit_axes():
+    if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
     with on_no_mesh():
         jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))

@@ -125,25 +125,24 @@ def _backward_batch_axes(dlast, coefficients, automaton, state, draws, kept):
 
 
 def _save(backend, forward, *arrays, **options):
-    # On a mesh, the kernels' backward recomputes the states. Each device's vector of states ends in unused elements, so
-    # the vectors cannot be joined.
-    if backend is _automaton_kernels and _batch_axes(*arrays).of and mesh_of(arrays) is not None:
+    # On a mesh, each device's backward recomputes its states. Those of the kernels cannot be joined, because each
+    # device's vector of states ends in unused elements.
+    if _batch_axes(*arrays).of and mesh_of(arrays) is not None:
         return forward(*arrays, **options), (*arrays, None)
     last, kept = _ticks(backend, *arrays, **options)
     return last, (*arrays, kept)
 
 
-def _pair(backend, forward, batch_axes=None):
+def _pair(backend):
+    # XLA would gather the cells of all devices in each tick.
+    forward = differentiable(functools.partial(_last_state, backend), _BY_FORMULA, _batch_axes)
     backward = functools.partial(_ticks_backward, backend)
-    backward = differentiable(backward, _ticks_backward_by_autodiff, batch_axes)
+    backward = differentiable(backward, _ticks_backward_by_autodiff, _backward_batch_axes)
     return Pair(forward, {"xla": backward}, save=functools.partial(_save, backend, forward), name="automaton_ticks")
 
 
-_BY_FORMULA, _BY_KERNELS = (functools.partial(_last_state, b) for b in (_automaton_formula, _automaton_kernels))
-_TICKS = {
-    "xla": _pair(_automaton_formula, _BY_FORMULA),
-    "pallas": _pair(_automaton_kernels, differentiable(_BY_KERNELS, _BY_FORMULA, _batch_axes), _backward_batch_axes),
-}
+_BY_FORMULA = functools.partial(_last_state, _automaton_formula)
+_TICKS = {"xla": _pair(_automaton_formula), "pallas": _pair(_automaton_kernels)}
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:

@@ -176,13 +176,21 @@ def _save(forward, coefficients, wires, x, **options):
     return (y, indices), (indices, coefficients, wires, x)
 
 
+# XLA would gather the examples, and add the gradients of each kernel over the devices within the loop.
 _TREES_BACKWARD = Op(
     "trees_backward",
-    {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched("dy", "indices", "x"))},
+    {
+        name: differentiable(gradients, _gradients, batched("dy", "indices", "x"))
+        for name, gradients in (("xla", _gradients), ("pallas", _gradients_kernel))
+    },
 )
+_FORWARDS = {
+    name: differentiable(forward, _forward, batched("x"))
+    for name, forward in (("xla", _forward), ("pallas", _forward_kernel))
+}
 _TREES = {
     name: Pair(forward, _TREES_BACKWARD, save=functools.partial(_save, forward), has_aux=True, name="trees")
-    for name, forward in (("xla", _forward), ("pallas", differentiable(_forward_kernel, _forward, batched("x"))))
+    for name, forward in _FORWARDS.items()
 }
 
 

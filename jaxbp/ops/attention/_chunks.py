@@ -21,6 +21,7 @@ from jaxbp.ops.attention._formulas import (
     where_key,
 )
 from jaxbp.pairing import differentiable
+from jaxbp.pairing.mesh import device_parts, whole_along
 from pallas_kernels.attention.tiles import Masks, listed, tiles_with_pairs
 from pallas_kernels.core.launch import unify_varying_axes
 
@@ -49,7 +50,10 @@ class _Axis:
         self.is_one = not is_symbolic_dim(self.count) and self.count == 1
 
     def padded(self, a: Array | None, axis: int) -> Array | None:
-        if a is None or self.is_even or a.shape[axis] == 1:
+        if a is None or a.shape[axis] == 1:
+            return a
+        a = whole_along(a, axis)  # or XLA would gather it in each iteration
+        if self.is_even:
             return a
         shape = [*a.shape[:axis], jax.core.max_dim(self.count * self.side - self.size, 0), *a.shape[axis + 1 :]]
         return jnp.concatenate([a, jnp.zeros(shape, a.dtype)], axis=axis)
@@ -190,10 +194,15 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options):
         dq, *sums = tiles.over_columns(i, step, (dq, *sums))
         return tuple(sums), dq.astype(q.dtype)
 
-    zeros = (None if a is None else jnp.zeros(a.shape, wide(a.dtype)) for a in (tiles.k, tiles.v, tiles.bias))
+    zeros = [None if a is None else jnp.zeros(a.shape, wide(a.dtype)) for a in (tiles.k, tiles.v, tiles.bias)]
+    if bias is not None and bias.shape[0] == 1:
+        # One sum per device, or XLA would add each tile over the devices.
+        zeros[2] = jnp.repeat(zeros[2], device_parts(q.shape[0], q), axis=0)
     (dk, dv, dbias), dq = tiles.over_rows(row, tuple(zeros))
     dk, dv = (lax.slice_in_dim(a, 0, k.shape[1], axis=1).astype(k.dtype) for a in (dk, dv))
-    dbias = None if bias is None else dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    if bias is not None:
+        dbias = jnp.sum(dbias, axis=0, keepdims=True) if dbias.shape[0] != bias.shape[0] else dbias
+        dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
     return tiles.rows.joined(dq, 1), dk, dv, dbias
 
 
@@ -203,8 +212,11 @@ def _add_block(columns, total, part, j):
 
 
 def _add_tile(tiles, total, ds, i, j):
-    """Add ds, summed over the axes along which the bias broadcasts, to the tile of the bias's gradient."""
+    """Add ds, summed over the axes along which the bias broadcasts, to a tile of `total`, which may have one sum
+    per part of the examples."""
     tile = tiles.columns.block(tiles.rows.block(total, i, 2), j, 3)
+    if tile.shape[0] not in (1, ds.shape[0]):
+        ds = jnp.sum(ds.reshape(tile.shape[0], -1, *ds.shape[1:]), axis=1)
     broadcast = [axis for axis, size in enumerate(tile.shape) if size == 1]
     part = tile + jnp.sum(ds, axis=broadcast, keepdims=True)
     start = [jnp.zeros((), jnp.int32)] * 4

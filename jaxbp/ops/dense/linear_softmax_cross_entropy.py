@@ -22,13 +22,14 @@ from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import mesh_of, sharding_of_rows
+from jaxbp.pairing.mesh import device_parts, mesh_of, sharding_of_rows
 from pallas_kernels.core.arrays import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""Larger logits are split into chunks of at most half this size, because the sums of dw also need memory."""
+"""Larger logits are split into chunks of at most half this size, because the sums of dw also need memory. On a mesh,
+these are sizes per device if the rows and the classes are divided over all devices."""
 ROWS_MULTIPLE = 128
 """Larger chunks have a multiple of this number of rows, the rows per tensor-core tile."""
 COLUMNS_MULTIPLE = 256
@@ -113,17 +114,26 @@ def _chunk_rows(rows, w):
     return min(most, -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE)
 
 
-def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    # Chunk i has rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
+def _over_chunks(step: Callable, carry: tuple, size: int | None, parts: int, *rows: Array) -> tuple[tuple, tuple]:
+    """Call `step(carry, *chunk) -> (carry, results)` for chunks of `size` rows from each of `parts` equal parts of the
+    rows, and return the last carry and the results of all rows. If `size` is None, there is one chunk."""
     if size is None:
         return step(carry, *rows)
-    count = rows[0].shape[0]
+    count = rows[0].shape[0] // parts
     chunks = 1 + (count - 1) // size
     padding = jax.core.max_dim(chunks * size - count, 0)  # JAX 0.10 cannot prove that it is at least 0
-    padded = (jnp.concatenate([a, jnp.zeros((padding, *a.shape[1:]), a.dtype)]) for a in rows)
-    divided = tuple(a.reshape(size, chunks, *a.shape[1:]).swapaxes(0, 1) for a in padded)
-    carry, results = lax.scan(lambda carry, chunk: step(carry, *chunk), carry, divided)
-    undivided = lambda a: a.swapaxes(0, 1).reshape(chunks * size, *a.shape[2:])[:count]  # noqa: E731
+
+    # Each part is padded, and chunk i has its rows i, i + chunks, .... A device of a mesh then keeps its rows.
+    def divided(a):
+        a = a.reshape(parts, count, *a.shape[1:])
+        a = jnp.concatenate([a, jnp.zeros((parts, padding, *a.shape[2:]), a.dtype)], axis=1)
+        return a.reshape(parts * size, chunks, *a.shape[2:]).swapaxes(0, 1)
+
+    def undivided(a):
+        a = a.swapaxes(0, 1).reshape(parts, chunks * size, *a.shape[2:])[:, :count]
+        return a.reshape(parts * count, *a.shape[2:])
+
+    carry, results = lax.scan(lambda carry, chunk: step(carry, *chunk), carry, tuple(map(divided, rows)))
     return carry, jax.tree.map(undivided, results)
 
 
@@ -132,12 +142,15 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
     `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default w's."""
     shape, classes, dtype = x.shape, len(w), dtype or w.dtype
     # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
-    kernel = kernel and mesh_of((x, w, labels, b, where, dy)) is None
+    is_on_mesh = mesh_of((x, w, labels, b, where, dy)) is not None
+    kernel = kernel and not is_on_mesh
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
     rows = _rows_of(x, labels, where)
-    size = _chunk_rows(rows[0].shape[0], w)
-    sums_dtype = dtype if size is None else wide(dtype)
+    parts = device_parts(rows[0].shape[0], (x, w, labels, b, where, dy))
+    size = _chunk_rows(rows[0].shape[0] // parts, w)
+    # XLA would add the sums of devices in half precision.
+    sums_dtype = dtype if size is None and not is_on_mesh else wide(dtype)
 
     def step(sums, x, labels, kept, dy=None):
         logits = jnp.matmul(x, w.T, precision=precision)
@@ -153,7 +166,7 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
     if dy is not None:
         rows += (jnp.broadcast_to(dy, shape[:-1]).reshape(rows[1].shape),)
         sums = unify_varying_axes((w, tuple(None if a is None else jnp.zeros(a.shape, sums_dtype) for a in (w, b))))[1]
-    sums, (loss, dx) = _over_chunks(step, sums, size, *rows)
+    sums, (loss, dx) = _over_chunks(step, sums, size, parts, *rows)
     loss = loss.reshape(shape[:-1])
     if dy is None:
         return loss, None

@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from ahead_of_time import missing
+from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.studies import many_devices
 
@@ -29,6 +31,26 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     assert 44_426 < rows[0]["bytes"] // 4 < 1.2 * 44_426
     # A logic network sums its loss, and four gradients per gate in 6 layers.
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+def test_a_collective_in_a_loop_counts_once_per_iteration():
+    mesh = many_devices.mesh_of(jax.devices()[:8])
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=NamedSharding(mesh, PartitionSpec("examples")))
+
+    def sums(count):
+        # Each iteration needs the sum of the examples.
+        step = lambda _, x: x + jnp.sum(x, axis=0)  # noqa: E731
+        return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jax.lax.fori_loop(0, count(x), step, x), x)
+
+    found, unknown = (
+        jax.jit(sums(count)).lower(x).compile().as_text()
+        for count in (lambda x: 3, lambda x: 3 + (x[0, 0] > 0).astype(jnp.int32))
+    )
+    counted = {"collectives": {"all-reduce": 6}, "bytes": 6 * 4 * 4, "kernels": 0, "kernels_meanwhile": 0}
+    assert many_devices.communicated(found) == counted
+    with pytest.raises(ValueError, match=r"^%?all-reduce.* runs an unknown number of times; wants loops of known"):
+        many_devices.communicated(unknown)
 
 
 def test_a_step_is_timed_in_each_place(tmp_path, monkeypatch):

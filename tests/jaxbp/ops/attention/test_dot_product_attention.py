@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+from experiments.studies.many_devices import COLLECTIVE, executed
 from jaxbp import dot_product_attention, dot_product_attention_backward
 from jaxbp.ops.attention import _chunks
 
@@ -370,6 +371,33 @@ def test_on_a_mesh_each_device_has_its_examples_and_heads(implementation, sizes,
     assert "all-gather" not in program.as_text() and all(a.sharding.is_equivalent_to(sharded, 4) for a in found)
     expected = gradients_of_segments("autodiff")(*(a.astype(jnp.float32) for a in arrays), segments)
     assert_close(found, expected, dtype.__name__)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+@pytest.mark.parametrize(
+    ("spec", "kinds"),
+    [(P("devices"), {"all-reduce"}), (P(None, "devices"), {"all-gather"})],
+    ids=["examples", "positions"],
+)
+def test_devices_communicate_before_or_after_the_loops(monkeypatch, spec, kinds):
+    monkeypatch.setattr(_chunks, "LARGEST_SIDE", 6)
+    jax.clear_caches()
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(AUTO,), devices=jax.devices()[:8])
+    *arrays, bias = normal((16, 16, 2, 3), (16, 16, 1, 3), (16, 16, 1, 3), (1, 2, 16, 16))
+    placed = [
+        *(jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays),
+        jax.device_put(bias, NamedSharding(mesh, P())),
+    ]
+
+    @jax.jit
+    def gradients(*arrays):
+        op = functools.partial(dot_product_attention, is_causal=True, implementation="xla")
+        return jax.grad(lambda *arrays: jnp.sum(jnp.sin(op(*arrays))), (0, 1, 2, 3))(*arrays)
+
+    program = gradients.lower(*placed).compile()
+    assert_close(program(*placed), gradients(*arrays, bias), "float32")
+    found = [(COLLECTIVE.search(line), depth) for line, depth, _ in executed(program.as_text())]
+    assert {(collective["kind"], depth) for collective, depth in found if collective} == {(kind, 0) for kind in kinds}
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")

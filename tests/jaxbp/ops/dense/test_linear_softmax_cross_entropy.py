@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ahead_of_time import gpus, missing
 from helpers import assert_close, in_float64, normal, relative_error
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+from experiments.studies.many_devices import communicated, executed
 from jaxbp import linear_softmax_cross_entropy, linear_softmax_cross_entropy_backward
 from jaxbp.ops.dense import linear_softmax_cross_entropy as op
+from pallas_kernels.core.device import HOPPER
 
 ROWS, FEATURES, CLASSES = 7, 5, 6
 LABELS = jnp.array([0, 5, 2, 2, 1, 3, 4])
@@ -346,7 +349,7 @@ def test_explicit_axes_may_divide_the_features(implementation):
 @pytest.mark.parametrize(
     ("rows", "classes", "reduced"),
     [
-        # Maxima, sums, and dx are reduced once per chunk, dw and the loss once in all.
+        # Maxima, sums, dx, and dw are reduced once per chunk, and the loss once in all.
         (None, "model", [["[64]", "[64]"], ["[64]", "[64]", "[64]"], ["[64,32]"]]),
         ("data", None, [["[1024,32]"], ["[]"]]),
         ("data", "model", [["[32]", "[32]"], ["[32]", "[32]", "[32]"], ["[32,32]"], ["[256,32]"], ["[]"]]),
@@ -354,11 +357,11 @@ def test_explicit_axes_may_divide_the_features(implementation):
     ids=["classes divided", "rows divided", "both divided"],
 )
 def test_on_a_mesh_only_sums_and_gradients_are_communicated(monkeypatch, rows, classes, reduced):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * 64 * 4 * 1024)
+    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * 8 * 4 * 1024)
     jax.clear_caches()
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x, w = normal((256, 32), (1024, 32))
-    labels = jax.random.randint(jax.random.key(0), (256,), 0, 1024)
+    x, w = normal((240, 32), (1024, 32))  # each device has 30 rows, in chunks of 8
+    labels = jax.random.randint(jax.random.key(0), (240,), 0, 1024)
     f = jax.value_and_grad(lambda x, w: linear_softmax_cross_entropy(x, w, labels, implementation="xla"), (0, 1))
     divided = [jax.device_put(a, NamedSharding(mesh, P(axis))) for a, axis in ((x, rows), (w, classes))]
     compiled = jax.jit(f).lower(*divided).compile()
@@ -368,6 +371,32 @@ def test_on_a_mesh_only_sums_and_gradients_are_communicated(monkeypatch, rows, c
     )
     assert {kind for _, kind in collectives} == {"all-reduce"}
     assert sorted(re.findall(r"\[[\d,]*\]", shapes) for shapes, _ in collectives) == sorted(reduced)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+def test_gpus_that_divide_the_rows_add_dw_once_and_have_the_chunks_of_one_gpu():
+    # On a CPU, XLA adds dw over the devices in each chunk. On GPUs, it moves this sum out of the loop.
+    def chunks_and_collectives(devices, rows_per_device):
+        mesh = Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        of_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        rows = rows_per_device * len(devices)
+        x = jax.ShapeDtypeStruct((rows, 64), "bfloat16", sharding=of_rows)
+        labels = jax.ShapeDtypeStruct((rows,), "int32", sharding=of_rows)
+        w = jax.ShapeDtypeStruct((50304, 64), "bfloat16", sharding=whole)
+        loss = lambda x, w, labels: linear_softmax_cross_entropy(x, w, labels, implementation="xla")  # noqa: E731
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, w, labels)
+        options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        program = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
+        chunks = max((times for _, depth, times in executed(program) if depth), default=1)
+        return chunks, communicated(program)["collectives"], communicated(program)["bytes"]
+
+    with gpus(HOPPER, 8) as devices:
+        one = chunks_and_collectives(devices[:1], 32 * 1024)
+        eight, without_chunks = (chunks_and_collectives(devices, rows) for rows in (32 * 1024, 1024))
+    assert one == (7, {}, 0)
+    # Sums of bfloat16 over devices are in float32, also without chunks.
+    once = {"all-reduce": 1}, 50304 * 64 * 4
+    assert (eight, without_chunks) == ((7, *once), (1, *once))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
