@@ -18,7 +18,8 @@ from jaxbp.common.content import ByContent
 from jaxbp.common.windows import output_size, window_padding
 from jaxbp.logic.circuits.circuit import Circuit, gate_numbers, gates_and_wires
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
-from jaxbp.logic.circuits.sources import VERILOG_WORDS, CSource, check_name, verilog_module
+from jaxbp.logic.circuits.sources import VERILOG_WORDS, CSource, check_name
+from jaxbp.logic.circuits.verilog import circuit_module
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.wires.tree_wires import TreeWires
 from jaxbp.logic.wires.wires import Wires
@@ -402,7 +403,7 @@ class ConvolutionalCircuit(BitCircuit):
         lines.append(f"assign y = {source};")
         if pipelined:
             modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
-        modules.append(verilog_module(name, self.inputs, self.outputs, lines, pipelined, classes))
+        modules.append(circuit_module(name, self.inputs, self.outputs, lines, pipelined, classes))
         return "\n".join(modules)
 
 

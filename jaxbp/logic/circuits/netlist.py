@@ -19,9 +19,8 @@ from jaxbp.logic.circuits.sources import (
     VERILOG_WORDS,
     CSource,
     check_name,
-    verilog_module,
-    verilog_testbench,
 )
+from jaxbp.logic.circuits.verilog import circuit_module, verilog_testbench
 from jaxbp.logic.gates import GATES
 from jaxbp.logic.wires.wires import bounded_count, require_below
 
@@ -103,7 +102,7 @@ class BitCircuit(ByContent):
         self.check_classes(classes)
         gates, results = self.netlist().statements("wire", [f"x[{i}]" for i in range(self.inputs)], "1'b0", "1'b1")
         outputs = (f"assign y[{i}] = {result};" for i, result in enumerate(results))
-        return verilog_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
+        return circuit_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
 
     def to_verilog_testbench(self, bits: Bool[np.ndarray, "samples *shape"], name: str = "circuit") -> str:
         """Return a Verilog module `{name}_test`, for the module of `to_verilog(name)`, which has no clock.

@@ -1,8 +1,8 @@
-"""Shared parts of the C and Verilog export of circuits."""
+"""Names and expressions of the C and Verilog export of circuits, and C source."""
 
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -277,78 +277,10 @@ class CSource:
         )
         if classes is None:
             return source
-        return source + _C_CLASSIFY.substitute(sizes, last_class=classes - 1, **_class_sizes(len(outputs), classes))
+        return source + _C_CLASSIFY.substitute(sizes, last_class=classes - 1, **class_sizes(len(outputs), classes))
 
 
-_VERILOG_CLASSIFY = string.Template("""\
-// label is the first class with the most outputs on.
-integer c, i;
-reg [$planes - 1:0] votes, most;
-always @* begin
-  label = 0;
-  most = 0;
-  for (c = 0; c < $classes; c = c + 1) begin
-    votes = 0;
-    for (i = 0; i < $group; i = i + 1) votes = votes + y[c * $group + i];
-    if (votes > most) begin
-      most = votes;
-      label = c;
-    end
-  end
-end""")
-
-
-def verilog_module(
-    name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False, classes: int | None = None
-) -> str:
-    ports = ["input wire clock"] if clocked else []
-    ports += [f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]
-    if classes is not None:
-        sizes = _class_sizes(outputs, classes)
-        ports.append(f"output reg [{sizes['digits'] - 1}:0] label")
-        lines = [*lines, *_VERILOG_CLASSIFY.substitute(sizes).splitlines()]
-    separated = ",\n".join(f"  {port}" for port in ports)
-    return "\n".join([f"module {name} (", separated, ");", *(f"  {line}" for line in lines), "endmodule", ""])
-
-
-_VERILOG_TEST = string.Template("""\
-module ${name}_test;
-  reg [$x_high:0] samples [0:$last];
-  reg [$y_high:0] wanted [0:$last];
-  reg [$x_high:0] x;
-  wire [$y_high:0] y;
-  integer i, errors;
-  $name tested (.x(x), .y(y));
-  initial begin
-$vectors
-    errors = 0;
-    for (i = 0; i <= $last; i = i + 1) begin
-      x = samples[i];
-      #1 if (y !== wanted[i]) begin
-        errors = errors + 1;
-        $$display("sample %0d: y is %b; wants %b", i, y, wanted[i]);
-      end
-    end
-    if (errors == 0) $$display("PASS: $count samples");
-    else $$display("FAIL: %0d of $count samples", errors);
-    $$finish;
-  end
-endmodule
-""")
-
-
-def verilog_testbench(name: str, x: np.ndarray, y: np.ndarray) -> str:
-    """Return the module `{name}_test`, which compares the module `{name}` with y for samples x, `(samples, bits)`."""
-    vectors = "\n".join(
-        f"    {memory}[{i}] = {bits.size}'b{''.join(map(str, bits[::-1].astype(int)))};"
-        for memory, rows in (("samples", x), ("wanted", y))
-        for i, bits in enumerate(rows)
-    )
-    sizes = dict(x_high=x.shape[1] - 1, y_high=y.shape[1] - 1, last=len(x) - 1, count=len(x))
-    return _VERILOG_TEST.substitute(sizes, name=name, vectors=vectors)
-
-
-def _class_sizes(outputs: int, classes: int) -> dict[str, int]:
+def class_sizes(outputs: int, classes: int) -> dict[str, int]:
     """Return the sizes of groups of outputs, of their counts in bits, and of the number of a class in bits."""
     group = outputs // classes
     digits = max(1, (classes - 1).bit_length())

@@ -26,7 +26,7 @@ def test_the_code_is_of_the_simplified_gates_and_says_what_its_bits_are(finished
     (gates,) = re.findall(r"^([\d,]+) gates when simplified", output, re.MULTILINE)
     code = {suffix: (folder / f"circuit.{suffix}").read_text() for suffix in "cv"}
     assert 0 < code["v"].count("wire g") == int(gates.replace(",", "")) < 3000
-    assert "output reg [3:0] label" in code["v"]
+    assert "output wire [3:0] label" in code["v"]
     for text in code.values():
         assert "Input 2 * (28 * row + column) + level: whether a pixel is above (level + 1) / 3" in text
         assert "class c has outputs 100 c to 100 c + 99" in text

@@ -186,7 +186,7 @@ def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path):
     bits = samples(FIRST, 9)
     labels = in_icarus(FIRST.to_verilog(classes=5), bits.reshape(9, -1), 3, tmp_path, port="label") @ [1, 2, 4]
     assert np.array_equal(labels, FIRST(bits).reshape(9, 5, -1).sum(axis=2).argmax(axis=1))
-    assert "if (votes > most)" in FIRST.to_verilog(pipelined=True, classes=5)
+    assert "circuit_gates gates (.clock(clock), .x(x), .y(y));" in FIRST.to_verilog(pipelined=True, classes=5)
 
 
 @needs_icarus
