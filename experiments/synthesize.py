@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from experiments.configs import LogicConfig, LogicConvConfig
-from experiments.output.errors import BrokenRun, UserError, run_command
+from experiments.output.errors import BrokenRun, UserError, refuse_unwritable, run_command
+from experiments.output.results import keep, provenance
 from experiments.training.run_directory import load
 from jaxbp import Netlist
 
@@ -59,6 +61,8 @@ class SynthesizeConfig:
     device: Literal["ice40", "ecp5", "xilinx"] = "ice40"
     """The chip: iCE40 HX8K or ECP5 85F with tables of four inputs, or Xilinx 7 series with tables of six inputs. For
     Xilinx, there is no clock frequency."""
+    json: Path | None = None
+    """JSON file for the counts and the clock frequency."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -66,6 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _main(config: SynthesizeConfig, command: str) -> int:
+    refuse_unwritable(config.json)
     device = DEVICES[config.device]
     for module in (YOSYS, *device.place[:1]):
         if importlib.util.find_spec(module) is None:
@@ -76,12 +81,19 @@ def _main(config: SynthesizeConfig, command: str) -> int:
         raise UserError(f"{config.run_dir} is a run of {trained.name}; wants {wanted}")
     netlist = model.harden().netlist().simplify()
     print(f"{len(netlist):,} gates when simplified, mapped to {device.title}", flush=True)
+    found = {
+        "chip": device.title,
+        "device_option": config.device,
+        "table_inputs": device.inputs,
+        "gate_count": len(netlist),
+    }
     with tempfile.TemporaryDirectory() as folder:
         counts = synthesize(netlist, trained.classes, device, Path(folder))
         table = Table("", f"tables of {device.inputs} inputs", "depth in tables")
         for part, row in counts.items():
             table.add_row(part, *(f"{number:,}" for number in row))
         Console().print(table)
+        found |= {part: {"tables": number, "depth": depth} for part, (number, depth) in counts.items()}
         if device.place:
             tables, _ = counts["circuit"]
             if tables > device.tables:
@@ -91,6 +103,11 @@ def _main(config: SynthesizeConfig, command: str) -> int:
                 )
             frequency = place(device, Path(folder))
             print(f"{frequency:.1f} MHz between registers before and after the circuit, which has no registers")
+            found["megahertz"] = frequency
+    if config.json is not None:
+        report = provenance(command)
+        report["versions"] |= {module: metadata.version(module) for module in (YOSYS, *device.place[:1])}
+        keep(report | found, config.json)
     return 0
 
 

