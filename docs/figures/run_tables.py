@@ -93,6 +93,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     # Circuits on programmable chips.
     "chip": ("`--device`", lambda run: f"[`{run['device_option']}`](results/{run['file']}.json), {run['chip']}"),
     "table_inputs": ("inputs per table", lambda run: str(run["table_inputs"])),
+    "gate_count": ("gates", lambda run: f"{run['gate_count']:,}"),
     "gate_tables": ("tables of the gates", lambda run: f"{run['gates']['tables']:,}"),
     "vote_tables": ("tables of the votes", lambda run: f"{run['votes']['tables']:,}"),
     "gate_depth": ("depth of the gates", lambda run: str(run["gates"]["depth"])),
