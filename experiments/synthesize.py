@@ -59,8 +59,7 @@ class SynthesizeConfig:
     run_dir: tyro.conf.Positional[Path]
     """Directory of the run."""
     device: Literal["ice40", "ecp5", "xilinx"] = "ice40"
-    """The chip: iCE40 HX8K or ECP5 85F with tables of four inputs, or Xilinx 7 series with tables of six inputs. For
-    Xilinx, there is no clock frequency."""
+    """The chip: iCE40 HX8K, ECP5 85F, or Xilinx 7 series, for which there is no clock frequency."""
     json: Path | None = None
     """JSON file for the counts and the clock frequency."""
 

@@ -45,8 +45,7 @@ class BenchConfig:
     """Time ops and training steps of jaxbp, of JAX's autodiff, and of other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`all`, `ops`, an op, a training step (lenet, logic, logic-large, logic-learned, logic-conv, gpt,
-    automaton), or NAME:SIZE."""
+    """`all`, `ops`, an op, lenet, logic, logic-large, logic-learned, logic-conv, gpt, automaton, or NAME:SIZE."""
     quick: bool = False
     """Measure only times of "pallas" and "None", at one batch size, of one workload per op module and training kind."""
     batch: tuple[int, ...] = ()

@@ -98,8 +98,7 @@ class LogicConfig(GateConfig):
     levels: Annotated[int | None, Range(1)] = None
     """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
     wiring: Literal["unique", "random", "learned"] | None = None
-    """With unique, no two gates of a layer have the same pair of inputs. None: unique if there are enough pairs. With
-    learned, each input of a gate chooses among candidates."""
+    """Inputs of gates: pairs without repetition, random, or learned among candidates. None: unique if possible."""
     candidates: Annotated[int | None, Range(1)] = None
     """Candidates per input of a gate, for wiring learned. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
