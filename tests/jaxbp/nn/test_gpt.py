@@ -190,7 +190,8 @@ def test_in_mixed_precision_parameters_and_gradients_are_float32():
     dtypes = {a.dtype.name for a in jax.tree.leaves((parts("llama", dtype=jnp.bfloat16)[1], gradients, loss))}
     assert dtypes == {"float32"}
     assert 0 < abs(loss / float(reference("llama")[0]) - 1) < 1e-2
-    model = nnx.eval_shape(lambda: model_of("llama", dtype=jnp.bfloat16))
+    options = BASE | FORMS["llama"] | dict(dtype=jnp.bfloat16)
+    model = nnx.eval_shape(lambda: GPT(VOCABULARY, **options, rngs=nnx.Rngs(0)))
     shapes = nnx.eval_shape(lambda model: (model.hidden(TOKENS), model(TOKENS), model.init_cache(1, 2)), model)
     assert [a.dtype.name for a in shapes[:2]] == ["bfloat16", "float32"]
     assert shapes[2].keys[0].shape == (1, 2, 2, 4) and shapes[2].keys[0].dtype == jnp.bfloat16
@@ -232,7 +233,7 @@ def test_sizes_that_do_not_fit_are_refused(wrong, message):
 
 
 def test_tokens_that_do_not_fit_are_refused():
-    model = nnx.eval_shape(lambda: model_of("gpt2"))
+    model = model_of("gpt2")
     with pytest.raises(ValueError, match=re.escape("GPT: tokens has shape (4,); wants (batch, length)")):
         model(jnp.zeros(4, jnp.int32))
     with pytest.raises(ValueError, match="GPT: tokens has 10 positions; wants at most 9, the max_length"):
