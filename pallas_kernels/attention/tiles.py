@@ -21,7 +21,7 @@ MOST_CONSTANTS = 2**20
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of masks when JAX traces a program.
+    """Facts about masks that JAX knows when it traces a program.
 
     Attributes:
       before, after: keys before and after a query's position that it attends to, each None for all.
