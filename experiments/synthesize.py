@@ -188,7 +188,7 @@ def frequency(report: str) -> float:
 
 
 def _run(description: str, module: str, args: Sequence[str], folder: Path) -> None:
-    """Call the tool in a Python package in a process of its own. Show the time that it takes."""
+    """Run the tool that a Python package contains in a new process, and show the elapsed time."""
     tool = f"import sys, {module}; sys.exit({module}.run_{module.removeprefix('yowasp_')}(sys.argv[1:]))"
     console = Console(stderr=True)
     if not console.is_terminal:

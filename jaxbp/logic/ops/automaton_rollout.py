@@ -125,8 +125,8 @@ def _backward_batch_axes(dlast, coefficients, automaton, state, draws, kept):
 
 
 def _save(backend, forward, *arrays, **options):
-    # On a mesh, each device's backward recomputes its states. Those of the kernels cannot be joined, because each
-    # device's vector of states ends in unused elements.
+    # On a mesh, each device's backward recomputes its states. The states of the kernels cannot be joined, because the
+    # vector of each device ends in unused elements.
     if _batch_axes(*arrays).of and mesh_of(arrays) is not None:
         return forward(*arrays, **options), (*arrays, None)
     last, kept = _ticks(backend, *arrays, **options)

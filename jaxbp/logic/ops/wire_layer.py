@@ -20,7 +20,7 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
@@ -74,7 +74,7 @@ _FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward,
 _GRADIENTS = {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched("dy", "x"))}
 
 
-# As in `gate_layer`, logits of half precision are cast to float32 first.
+# Logits of half precision are cast to float32 first, as in `gate_layer`.
 
 
 def _wide_layer(logits, wires, x, *, implementation):
@@ -124,7 +124,9 @@ def _unsupported(*arrays):
     return checks.unsupported_dtype(*arrays) or unsupported_group(logits, wires.candidates)
 
 
-_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
+_DEFAULT = DefaultImplementation(gpu="xla")
+"""The kernels have not run on a GPU yet, so None does not select them."""
+_public_op = functools.partial(Op, unsupported=_unsupported, default=_DEFAULT, partitioned=True, jit=True)
 _WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _WIRE_LAYER_BACKWARD = _public_op(
     "wire_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}

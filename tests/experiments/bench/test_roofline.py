@@ -119,7 +119,7 @@ def test_gates_take_the_time_of_true_float32():
 
 
 def test_scores_that_masks_exclude_are_not_counted(workload_at):
-    length, window = 8192, 1024  # each query attends to itself and 1,023 keys before it
+    length, window = 8192, 1024  # a query attends to its position and to 1,023 before it
     full, causal, windowed = (
         cost(workload_at("dot_product_attention", f"8192x16x128{masks}"), 1, "bfloat16").operations
         for masks in ("", " causal", " window")
