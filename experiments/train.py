@@ -173,7 +173,7 @@ def _shared(
             f"process {jax.process_index()} has other data or another model than process 0; wants the same data files "
             "and the same version of jaxbp in all processes"
         )
-    return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
+    return devices.placed(state, prepared.shardings), int(epochs_done), bool(is_done)
 
 
 def parse(args: Sequence[str], program: str = PROGRAM) -> Command:

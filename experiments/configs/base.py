@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from experiments.data.datasets import Dataset, checksum
 from experiments.output.errors import UserError
@@ -52,7 +53,9 @@ class Range(NamedTuple):
         return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
 
 
-FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data", "data_dir", "target", "text", "devices"})
+FIELDS_WITHOUT_EFFECT = frozenset(
+    {"run_dir", "resume", "data", "data_dir", "target", "text", "devices", "tensor_parallel"}
+)
 """Settings that change results by rounding at most. Other data are noticed by their checksum."""
 
 
@@ -68,6 +71,8 @@ class TrainingConfig:
     examples: ClassVar[str] = "images"
     curves: ClassVar[tuple[str, str]] = ("train", "test")
     loss_name: ClassVar[str] = "loss"
+    tensor_parallel: ClassVar[int] = 1
+    """Number of devices that share each parameter, as `shardings` says."""
     steps_per_epoch: ClassVar[int | None] = None
     """The most steps per epoch. An epoch trains on other examples than the last. None: an epoch has all examples."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
@@ -137,6 +142,10 @@ class TrainingConfig:
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
         """Return the run's optimizer, or None for AdamW with this config's learning rate and weight decay."""
         return None
+
+    def shardings(self, model: nnx.Module, mesh: Mesh, axis: str, state: PyTree) -> PyTree[NamedSharding]:
+        """Return how the mesh axis divides the arrays of a run's state, if `tensor_parallel` is not 1."""
+        raise NotImplementedError
 
     def evaluation(self, loss: Loss) -> Loss:
         return loss

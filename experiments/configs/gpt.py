@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from experiments.configs.base import Loss, Range, TrainingConfig
 from experiments.configs.images import ImplementationName
@@ -70,6 +71,8 @@ class GPTConfig(TrainingConfig):
     """Weight decay of AdamW. Each step multiplies it by the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] | None = None
     """Dtype of the computation. With mixed precision, parameters stay in float32."""
+    tensor_parallel: Annotated[int, Range(1)] = 1
+    """Number of devices that divide the heads, hidden layers, and vocabulary, a divisor of devices and heads."""
     checkpoint: bool = False
     """Recompute each block in the backward, which takes less memory and more time."""
     implementation: ImplementationName | None = None
@@ -79,6 +82,8 @@ class GPTConfig(TrainingConfig):
         super().__post_init__()
         divisor = f"a divisor of features, {self.features}, with an even quotient"
         self._check("heads", self.features % (2 * self.heads) == 0, divisor)
+        divides = self.heads % self.tensor_parallel == 0 and 256 % self.tensor_parallel == 0
+        self._check("tensor_parallel", divides, f"a divisor of heads, {self.heads}, and of the 256 bytes")
 
     @property
     def data_name(self) -> str:
@@ -102,6 +107,9 @@ class GPTConfig(TrainingConfig):
             rngs=nnx.Rngs(key),
         )
         return model, mean_bits_per_byte
+
+    def shardings(self, model: GPT, mesh: Mesh, axis: str, state: PyTree) -> PyTree[NamedSharding]:
+        return model.shardings(mesh, axis, state)
 
     def evaluation(self, loss: Loss) -> Loss:
         return bits_per_byte

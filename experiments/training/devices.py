@@ -1,4 +1,7 @@
-"""The devices of a run. Each holds all parameters and the dataset, and computes a part of every batch."""
+"""The devices of a run. Each holds the dataset and computes a part of every batch.
+
+Each device holds all parameters, unless `tensor_parallel` devices divide them.
+"""
 
 from collections.abc import Callable
 
@@ -10,30 +13,38 @@ from jaxtyping import PyTree
 from experiments.configs import TrainingConfig
 from experiments.output.errors import UserError
 
-EXAMPLES = "examples"
+EXAMPLES, FEATURES = "examples", "features"
 
 
 def number_of(config: TrainingConfig) -> int:
     """Return the number of devices of a run, by default the largest that divides the batch size."""
-    processes, batch, devices = jax.process_count(), config.batch_size, config.devices
+    processes, batch, devices, parallel = jax.process_count(), config.batch_size, config.devices, config.tensor_parallel
     there_are = processes * min(map(len, _of_each_process()))
+    if parallel > 1 and processes > 1:
+        raise UserError(f"tensor_parallel is {parallel}; wants 1 in several processes")
+    if parallel > there_are:
+        raise UserError(f"tensor_parallel is {parallel}; wants at most {there_are}, the number of available devices")
     if batch % processes:
         raise UserError(f"batch_size is {batch}; wants a multiple of {processes}, the number of processes")
     if devices is None:
-        return next(n for n in range(there_are, 0, -processes) if batch % n == 0)
+        return parallel * next(n for n in range(there_are // parallel, 0, -processes) if batch % n == 0)
     if devices > there_are:
         raise UserError(f"devices is {devices}; wants at most {there_are}, the number of available devices")
     if devices % processes:
         raise UserError(f"devices is {devices}; wants a multiple of {processes}, the number of processes")
-    if batch % devices:
-        raise UserError(f"batch_size is {batch}; wants a multiple of {devices}, the number of devices")
+    if devices % parallel:
+        raise UserError(f"devices is {devices}; wants a multiple of {parallel}, the tensor_parallel")
+    if batch % (devices // parallel):
+        parts = "the number of devices" if parallel == 1 else "devices / tensor_parallel"
+        raise UserError(f"batch_size is {batch}; wants a multiple of {devices // parallel}, {parts}")
     return devices
 
 
 def mesh_of(config: TrainingConfig) -> Mesh:
     devices = number_of(config)
     first = [device for each in _of_each_process() for device in each[: devices // jax.process_count()]]
-    return jax.make_mesh((devices,), (EXAMPLES,), axis_types=(AxisType.Auto,), devices=first)
+    shape = devices // config.tensor_parallel, config.tensor_parallel
+    return jax.make_mesh(shape, (EXAMPLES, FEATURES), axis_types=(AxisType.Auto,) * 2, devices=first)
 
 
 def _of_each_process() -> list[list[jax.Device]]:
@@ -60,11 +71,14 @@ def shared(loss: Callable, mesh: Mesh) -> Callable:
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
     """Copy arrays to each device. Every process must pass equal arrays."""
-    sharding = whole(mesh)
+    return placed(tree, jax.tree.map(lambda _: whole(mesh), tree))
 
-    def placed(array):
+
+def placed(tree: PyTree, shardings: PyTree) -> PyTree:
+    def place(array, sharding):
         if isinstance(array, jax.Array) and array.sharding == sharding:
             return array
-        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+        array = np.asarray(array)
+        return jax.make_array_from_process_local_data(sharding, array, array.shape)
 
-    return jax.tree.map(placed, tree)
+    return jax.tree.map(place, tree, shardings)

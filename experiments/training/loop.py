@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from experiments.configs.base import TrainingConfig
@@ -31,8 +30,9 @@ MOST_INPUT = 1e6
 class PreparedTraining(Training):
     """A model and the compiled functions that train it. The functions keep the dataset on the devices."""
 
-    mesh: Mesh
     state: TrainState
+    shardings: TrainState
+    """The sharding of each array of a state."""
     model: nnx.Module
     constants_checksum: str | None
 
@@ -57,15 +57,24 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
     model, loss = config.build(init_key)
     params, train_loss = split(model, loss)
     _, test_loss = split(model, config.evaluation(loss))
-    if config.independent:
+    divided = config.tensor_parallel > 1
+    if config.independent and not divided:
         train_loss, test_loss = (devices.shared(function, mesh) for function in (train_loss, test_loss))
     steps = config.epochs * steps_per_epoch
     options = dict(clip=config.gradient_clip, weight_decay=config.weight_decay)
+    # A kernel would gather the parameters.
+    options |= dict(implementation="xla" if divided else None)
     optimizer = config.optimizer(steps) or make_optimizer(config.learning_rate, steps, **options)
+
+    def shardings(state: TrainState) -> TrainState:
+        if divided:
+            return config.shardings(model, mesh, devices.FEATURES, state)
+        return jax.tree.map(lambda _: devices.whole(mesh), state)
 
     def initial(params: PyTree) -> TrainState:
         scale = LossScale.create() if config.policy.compute_dtype == jnp.float16 else None
-        return devices.on_each(mesh, TrainState(params, optimizer.init(params), scale))
+        state = TrainState(params, optimizer.init(params), scale)
+        return devices.placed(state, shardings(state))
 
     def restarted(epoch: int) -> TrainState | None:
         attempt = config.attempt(epoch)
@@ -74,6 +83,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
         return initial(split(*config.build(jax.random.fold_in(init_key, attempt)))[0])
 
     state = initial(params)
+    of_state, whole = shardings(state), devices.whole(mesh)
     share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     batches = dict(batch_size=config.batch_size, share=share)
     augment = config.augmentation()
@@ -85,15 +95,15 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
 
     def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
-        jitted = jax.jit(function, compiler_options=COMPILER_OPTIONS, out_shardings=devices.whole(mesh), **options)
-        return jitted.lower(*arguments).compile()
+        return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
 
     started = time.perf_counter()
-    compiled_train = compiled(train, state, *train_data, shuffle_key, jnp.int32(0), donate_argnums=0)
-    compiled_test = compiled(test, state.params, *test_data)
+    trained = dict(donate_argnums=0, out_shardings=(of_state, whole, whole, whole))
+    compiled_train = compiled(train, state, *train_data, shuffle_key, jnp.int32(0), **trained)
+    compiled_test = compiled(test, state.params, *test_data, out_shardings=whole)
     return PreparedTraining(
-        mesh=mesh,
         state=state,
+        shardings=of_state,
         model=model,
         constants_checksum=constants_checksum(model),
         train_epoch=lambda state, epoch: compiled_train(state, *train_data, shuffle_key, jnp.int32(epoch)),
@@ -116,11 +126,11 @@ def constants_checksum(model: nnx.Module) -> str | None:
     return checksum.hexdigest() if variables else None
 
 
-def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW with gradients clipped to ±clip.
+def make_optimizer(peak: float, steps: int, weight_decay: float = 0.0, **options: Any) -> FusedOptimizer:
+    """Return AdamW with the options of `fused_adamw`.
 
     The learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
-    return fused_adamw(rate, weight_decay=weight_decay, clip=clip)
+    return fused_adamw(rate, weight_decay=weight_decay, **options)

@@ -10,7 +10,7 @@ from flax.nnx.nn import dtypes
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, PyTree
 
 from jaxbp.common import barriers, checks
 from jaxbp.common.checks import AnyArray
@@ -334,20 +334,24 @@ class GPT(nnx.Module):
         logits = jnp.where(index <= keys[0].shape[1], self._logits(self.norm(x)), jnp.nan)
         return logits, KeyValueCache(tuple(keys), tuple(values), index)
 
-    def shardings(self, mesh: Mesh, axis: str) -> nnx.State:
+    def shardings(self, mesh: Mesh, axis: str, tree: PyTree | None = None) -> PyTree[NamedSharding]:
         """Return the sharding of each parameter for tensor parallelism, for `jax.device_put(parameters, shardings)`.
 
         The mesh axis divides the key heads, the hidden layers of the MLPs, and the vocabulary. Each device has all
         other parameters.
+
+        Args:
+          tree: a pytree of arrays with the parameters' paths, such as the state of an optimizer. By default, the
+            parameters.
         """
 
         def sharding(path: tuple[Any, ...], parameter: Array) -> NamedSharding:
             divided = next((_DIVIDED_AXES[key.key] for key in path if getattr(key, "key", None) in _DIVIDED_AXES), None)
             spec = [axis if i == divided else None for i in range(2)]
             # A bias has the axis of the outputs.
-            return NamedSharding(mesh, PartitionSpec(*spec[2 - parameter.ndim :]))
+            return NamedSharding(mesh, PartitionSpec(*spec[2 - jnp.ndim(parameter) :]))
 
-        return jax.tree_util.tree_map_with_path(sharding, nnx.state(self, nnx.Param))
+        return jax.tree_util.tree_map_with_path(sharding, nnx.state(self, nnx.Param) if tree is None else tree)
 
     @property
     def _head(self) -> Embed:

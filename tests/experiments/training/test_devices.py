@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from experiments import train
-from experiments.configs import LogicConfig
+from experiments.configs import GPTConfig, LogicConfig
 from experiments.data.datasets import Dataset
 from experiments.training import devices, pictures, run_directory
 from experiments.training import loop as training
@@ -113,6 +113,41 @@ def test_a_run_of_four_devices_goes_on_with_two(toy_config, tmp_path, monkeypatc
     assert resumed.test_loss == pytest.approx(run_directory.read_metrics(four)[-1].test_loss, rel=1e-4)
 
 
+@pytest.fixture
+def gpt(tmp_path, sgd):
+    (tmp_path / "text").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "text" / name).write_text(f"{name} is one of eight files. " * 9)
+
+    def config(**options):
+        sizes = dict(layers=1, features=32, heads=4, context=16, batch_size=4, steps_per_epoch=3, epochs=2)
+        return GPTConfig(text=tmp_path / "text", **sizes, **options)
+
+    sgd(config())
+    return config
+
+
+def test_devices_that_divide_the_features_train_within_rounding_of_one(gpt):
+    config = gpt(devices=4, tensor_parallel=2)
+    prepared = training.prepare(config, config.load())
+    metrics, states, _ = zip(*loop.run(prepared, prepared.state), strict=True)
+    kernel = states[-1].params["blocks"][0]["up"]["kernel"][...]
+    assert kernel.sharding.shard_shape(kernel.shape) == (32, 64)
+    assert_within_rounding((metrics, jax.tree.map(np.asarray, states[-1])), run(gpt(devices=1)))
+
+
+def test_a_run_whose_features_are_divided_resumes_with_the_same_bits(gpt, tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
+    monkeypatch.setattr(train, "REPORTS", {})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train.train(gpt(devices=2, tensor_parallel=2, run_dir=whole))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "2")
+    train.train(gpt(devices=2, tensor_parallel=2, run_dir=resumed, resume=True))
+    one, other = (run_directory.newest(path).arrays for path in (whole, resumed))
+    assert {name: a.tobytes() for name, a in one.items()} == {name: a.tobytes() for name, a in other.items()}
+
+
 NUMBERS = [(16, None, 8), (20, None, 5), (1, None, 1), (16, 2, 2), (24, 3, 3)]
 
 
@@ -120,6 +155,19 @@ NUMBERS = [(16, None, 8), (20, None, 5), (1, None, 1), (16, 2, 2), (24, 3, 3)]
 def test_left_open_a_run_takes_the_most_devices_that_divide_its_batch(toy_config, batch, asked, taken):
     config = toy_config(batch_size=batch, devices=asked)
     assert devices.number_of(config) == taken == devices.mesh_of(config).size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(tensor_parallel=4, devices=2), "devices is 2; wants a multiple of 4, the tensor_parallel"),
+        (dict(tensor_parallel=2, devices=6), "batch_size is 4; wants a multiple of 3, devices / tensor_parallel"),
+        (dict(tensor_parallel=8), "tensor_parallel is 8; wants a divisor of heads, 4"),
+    ],
+)
+def test_devices_that_cannot_divide_the_features_are_refused(gpt, options, message):
+    with pytest.raises(ValueError, match=message):
+        devices.number_of(gpt(**options))
 
 
 MISTAKES = [
