@@ -99,9 +99,9 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if share := config.getoption("share"):
-        out = [item for item in items if not _in_share(item, *share)]
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+        kept = {item for item in items if _in_share(item, *share)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:

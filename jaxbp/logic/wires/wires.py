@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -247,8 +246,8 @@ def require_chain(op: str, layer: str, layers: Sequence[Wires]) -> None:
 
 def constants(**arrays: ArrayLike) -> dict[str, Array]:
     """Return int32 arrays. If they are made within `jax.jit`, they are also usable outside."""
-    with jax.ensure_compile_time_eval():
-        return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+    with jax.ensure_compile_time_eval():  # jnp.asarray would compile a program per shape
+        return {name: jax.device_put(np.asarray(array, np.int32)) for name, array in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True)
