@@ -56,13 +56,14 @@ def _op(item):
 
 
 WITH_EACH_VERSION = re.compile(
-    "jaxbp/(pairing|common|nnx)/|pallas_kernels/core/|test_(readme|rooms)|test_packaging.py(?!::test_a_type)|cuda|lower"
-    "|test_entries.py::test_value_and_gradients_match_float64"
+    "jaxbp/(pairing|common|nnx)/|pallas_kernels/core/|test_(readme|rooms)|test_packaging.py(?!::test_a_type)"
+    "|jaxbp/(catalogue|ops)/test_.*(cuda|lower)|test_entries.py::test_value_and_gradients_match_float64",
+    re.DOTALL,
 )
 """Tests of what changes most from one version of JAX to the next. They belong to each share."""
 
-WITH_NEWEST = re.compile("simulat|skipif|needs_")
-"""Tests that older versions may skip. They belong to the last share."""
+WITH_NEWEST = re.compile("simulat|older versions|before JAX|needs PyTorch")
+"""Names of tests and reasons for skips, by which older versions may skip a test. It belongs to the last share."""
 
 COMPILED = re.compile(
     "jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/"
@@ -80,7 +81,8 @@ def _in_share(item, share, count):
     name = item.nodeid.split("[")[0]
     if WITH_EACH_VERSION.search(name):
         return True
-    newest = WITH_NEWEST.search(name) or item.get_closest_marker("skipif") is not None
+    reasons = [marker.kwargs["reason"] for marker in item.iter_markers("skipif")]
+    newest = WITH_NEWEST.search(" ".join([name, *reasons]))
     return share == (count if newest else _share_of(name.split("::")[0], count))
 
 
@@ -157,7 +159,11 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    return _judge_skip((yield), item.config)
+    report, share = _judge_skip((yield), item.config), item.config.getoption("share")
+    skips_older = report.skipped and WITH_NEWEST.search(str(report.longrepr))
+    if share and skips_older and not _in_share(item, share[1], share[1]):
+        report.outcome, report.longrepr = "failed", f"no share runs {item.nodeid}; wants a name with WITH_NEWEST"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

@@ -81,7 +81,7 @@ def test_the_simulator_finds_them_right(function, wires, N):
     [(BY_INPUT, "few consumers"), (ALONG_TRAIL, "four consumers")],
     ids=["by input", "along trail"],
 )
-def test_one_gradient_alone_is_the_same(function, wires, skipped):
+def test_one_gradient_alone_is_the_same_in_the_simulator(function, wires, skipped):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR)[wires](), LANES)
@@ -101,7 +101,7 @@ def test_one_gradient_alone_is_the_same(function, wires, skipped):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_neighboring_gates_may_share_a_row_of_dy(function, wires):
+def test_neighboring_gates_may_share_a_row_of_dy_in_the_simulator(function, wires):
     if function is not BY_INPUT and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), LANES)
