@@ -56,14 +56,15 @@ def _op(item):
 
 
 WITH_EACH_VERSION = re.compile(
-    "jaxbp/(pairing|common|nnx)/|pallas_kernels/core/|test_(readme|rooms)|test_packaging.py(?!::test_a_type)"
+    "jaxbp/(pairing|common|nnx/test_layer)|pallas_kernels/core/|test_(readme|rooms)|test_packaging.py(?!::test_a_type)"
     "|jaxbp/(catalogue|ops)/test_.*(cuda|lower)|test_entries.py::test_value_and_gradients_match_float64",
     re.DOTALL,
 )
 """Tests of what changes most from one version of JAX to the next. They belong to each share."""
 
-WITH_NEWEST = re.compile("simulat|older versions|before JAX|needs PyTorch")
-"""Names of tests and reasons for skips, by which older versions may skip a test. It belongs to the last share."""
+WITH_NEWEST = re.compile("simulat|older versions|before JAX|needs PyTorch|jaxbp/nnx/")
+"""Names and reasons of tests that older versions may skip, and tests of layers of Flax, which changes often. These
+tests belong to the last share."""
 
 COMPILED = re.compile(
     "jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/"
