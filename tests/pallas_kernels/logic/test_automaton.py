@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, cuda_program, in_float64
+from helpers import assert_close, cuda_program, in_float64, put
 
 import jaxbp
 from jaxbp.logic.gates import softmax
@@ -23,17 +23,17 @@ LIZARD = (128, 4, [8, 4, 2, 1], [512] * 8 + [256, 128])
 
 def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
     random = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    normal = lambda *shape: put(random.standard_normal(shape).astype(np.float32))  # noqa: E731
     automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
     # With arbitrary coefficients, the results of many layers would overflow.
-    of_gates = lambda *shape: jnp.moveaxis(softmax(normal(*shape, 16)), -1, 0)  # noqa: E731
+    of_gates = jax.jit(lambda logits: [jnp.moveaxis(softmax(a), -1, 0) for a in logits])
     coefficients = (
-        [of_gates(w.gates, kernels) for w in automaton.perception],
-        [of_gates(w.gates) for w in automaton.update],
+        of_gates([normal(w.gates, kernels, 16) for w in automaton.perception]),
+        of_gates([normal(w.gates, 16) for w in automaton.update]),
     )
     shape = (*shape, channels)
-    mask = jnp.asarray(random.uniform(size=shape[:-1]) < 0.6) if fires else None
-    return automaton, coefficients, jnp.asarray(random.uniform(size=shape), jnp.float32), mask, normal(*shape)
+    mask = put(random.uniform(size=shape[:-1]) < 0.6) if fires else None
+    return automaton, coefficients, put(random.uniform(size=shape).astype(np.float32)), mask, normal(*shape)
 
 
 def reference(automaton, coefficients, state, fires, dnew):

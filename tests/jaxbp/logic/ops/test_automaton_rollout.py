@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, in_float64, on_the_cpu
+from helpers import assert_close, in_float64, on_the_cpu, put
 
 import jaxbp
 from experiments.bench.peers.published_automaton import tick as published_tick
@@ -27,14 +27,14 @@ def deeper():
 def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass_through=0.0):
     """With a large `pass_through`, most gates pass on an input. Otherwise, gradients vanish over many ticks."""
     random, parameters = np.random.default_rng(seed), PARAMETERS[parametrization]
-    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
-    bias = pass_through * (np.arange(parameters) == PASS_THROUGH)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+    bias = np.float32(pass_through) * (np.arange(parameters) == PASS_THROUGH)
     logits = (
-        [bias + normal(automaton.kernels, w.gates, parameters) for w in automaton.perception],
-        [bias + normal(w.gates, parameters) for w in automaton.update],
+        [put(bias + normal(automaton.kernels, w.gates, parameters)) for w in automaton.perception],
+        [put(bias + normal(w.gates, parameters)) for w in automaton.update],
     )
     shape = (*shape, automaton.channels)
-    return logits, jnp.asarray(random.uniform(size=shape), jnp.float32), normal(*shape)
+    return logits, put(random.uniform(size=shape).astype(np.float32)), put(normal(*shape))
 
 
 def gradients(rollout, logits, state, dlast):
