@@ -4,10 +4,11 @@ import shutil
 
 import numpy as np
 import pytest
+from compiled_rows import results_in_c
 from matplotlib import image
 
+from experiments.data import user_data
 from experiments.training import run_directory
-from experiments.training.compiled import load
 
 
 class HardenedReport:
@@ -34,9 +35,12 @@ class HardenedReport:
         dataset, circuit = config.load(), model.harden()
         bits = np.asarray(config.bits(dataset.test_images)) > 0
         scores = circuit(bits).reshape(len(bits), model.classes, -1).sum(axis=-1)
-        library = load((folder / "circuit.c").read_text(), shutil.which("cc"), tmp_path)
-        classes = [library.circuit_classify(sample.tobytes()) for sample in bits.astype(np.uint8)]
-        assert classes == np.argmax(scores, axis=-1).tolist()
+        rows = dataset.test_images
+        if dataset.features:  # the images of a table are bits
+            rows = user_data.read(config.data, config.target).test_images
+            assert np.isnan(rows).any()
+        classes = results_in_c((folder / "circuit.c").read_text(), rows, tmp_path)
+        assert classes.tolist() == np.argmax(scores, axis=-1).tolist()
         assert f"test accuracy {np.mean(classes == dataset.test_labels):.4f}" == output.splitlines()[-1]
 
     def test_the_gates_are_drawn_and_timed(self, finished):

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 import jaxbp
 from experiments.configs.base import Loss, Range, Recipe
@@ -30,6 +31,7 @@ from experiments.data import user_data
 from experiments.data.datasets import Dataset, DatasetName
 from jaxbp.logic.networks.logic_conv import halving_convolutions
 from jaxbp.logic.ops.gate_layer import Parametrization
+from jaxbp.logic.tables.quantizer import ABOVE, Quantizer
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, LogicNetwork, image_thermometer, thermometer
 
 RECIPES: dict[DatasetName, Recipe] = {
@@ -55,8 +57,26 @@ class GateConfig(ImageConfig):
         """Return a model that is called as `model(bits, hard=...)`. `hard=True` selects hard gates."""
         raise NotImplementedError
 
+    @property
+    def thresholds(self) -> Float[Array, " levels"]:
+        """The thresholds of a pixel."""
+        return jnp.arange(1, self.levels + 1) / (self.levels + 1)
+
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
         raise NotImplementedError
+
+    def bit_order(self, pixels: Shaped[np.ndarray, "channels height width levels"]) -> Shaped[np.ndarray, " bits"]:
+        """Return values, one per pixel and threshold, in the order of the bits that `bits` returns for an image."""
+        raise NotImplementedError
+
+    def quantizer(self, dataset: Dataset) -> Quantizer:
+        """Return the function from rows of a table or flattened images to the bits of the network."""
+        if dataset.features is not None:
+            return dataset.features.quantizer
+        shape = (*self.shape, self.levels)
+        pixels = np.arange(math.prod(self.shape)).reshape(*self.shape, 1)
+        features, values = (self.bit_order(np.broadcast_to(a, shape)) for a in (pixels, np.asarray(self.thresholds)))
+        return Quantizer(np.full(features.shape, ABOVE, np.uint8), features, values)
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         return self.network(key), functools.partial(self._loss, hard=False)
@@ -179,8 +199,10 @@ class LogicConfig(GateConfig):
         """Return the bits of images. The rows of a table are bits already."""
         if not self.has_images:
             return images
-        thresholds = jnp.arange(1, self.levels + 1) / (self.levels + 1)
-        return thermometer(jaxbp.flatten(images), thresholds)
+        return thermometer(jaxbp.flatten(images), self.thresholds)
+
+    def bit_order(self, pixels: Shaped[np.ndarray, "channels height width levels"]) -> Shaped[np.ndarray, " bits"]:
+        return pixels.ravel()
 
     def _read(self) -> Dataset:
         dataset = user_data.read(self.data, self.target, self.classes, categorical=self.categorical_features)
@@ -352,4 +374,7 @@ class LogicConvConfig(GateConfig):
         )
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch bits height width"]:
-        return image_thermometer(images, jnp.arange(1, self.levels + 1) / (self.levels + 1))
+        return image_thermometer(images, self.thresholds)
+
+    def bit_order(self, pixels: Shaped[np.ndarray, "channels height width levels"]) -> Shaped[np.ndarray, " bits"]:
+        return np.moveaxis(pixels, -1, 1).ravel()

@@ -79,10 +79,12 @@ class LogicEstimator(BaseEstimator):
         break missing values.
         """
         check_is_fitted(self)
-        described = columns.describe(self._feature_names(), self.categories_)
+        names = self._feature_names()
+        described = columns.describe(names, self.categories_)
         classes, values = (getattr(self, attribute, None) for attribute in ("classes_", "values_"))
         classes = None if classes is None else classes.tolist()
-        return c_source(type(self).__name__, name, self.quantizer_, self.circuit_, described, classes, values)
+        described_by = len(names), described, classes, values
+        return c_source(type(self).__name__, name, self.quantizer_, self.circuit_, *described_by)
 
     def to_verilog(self, name: str = "circuit") -> str:
         """Return a Verilog module of the circuit. Its inputs are the bits of a row, which a comment describes."""

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from experiments.output.files import written
 from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled, measured
 from jaxbp import Netlist, pack_bits
-from jaxbp.logic.tables import columns
-from jaxbp.logic.tables.row_source import c_source, circuit_comment
+from jaxbp.logic.tables import columns, row_source
 from jaxbp.nn import LogicNetwork
 from jaxbp.training.loop import LEAST_SECONDS
 
@@ -27,13 +26,12 @@ TIMED_SAMPLES, TIMED_SECONDS, MOST_CALLS = 8192, 0.3, 10_000
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
-    to_c = functools.partial(c_of_rows, netlist, dataset) if dataset.features else None
     lines = [
         f"{circuit.histogram().sum():,} gates; {config.run_dir / 'gates.png'} shows their functions",
         f"{len(netlist):,} gates when simplified, in {config.run_dir / 'circuit.c'} and circuit.v",
         *hints(len(netlist)),
     ]
-    return write_report(config, model, dataset, circuit, netlist, comment(config, dataset), lines, to_c=to_c)
+    return write_report(config, model, dataset, circuit, netlist, comment(config, dataset), lines)
 
 
 def hints(gates: int) -> list[str]:
@@ -51,17 +49,14 @@ def write_report(
     comment: str,
     lines: Sequence[str],
     verilog: bool = True,
-    to_c: Callable[[], str] | None = None,
 ) -> str:
     """Write gates.png, which counts the gates of `circuit`, and the code of `evaluated`, which starts with `comment`.
 
-    `evaluated` is `circuit`, perhaps simplified, and `to_c` returns its C code, by default without a function of rows.
-    Return the text to print: accuracies, then `lines`, then speeds.
+    `evaluated` is `circuit`, perhaps simplified. Return the text to print: accuracies, then `lines`, then speeds.
     """
-    to_c = to_c or functools.partial(evaluated.to_c, "circuit", model.classes)
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     written(config.run_dir / "gates.png", lambda: pictures.gates(circuit, f"{config.name} on {dataset.name}"))
-    written(config.run_dir / "circuit.c", lambda: (comment + to_c()).encode())
+    written(config.run_dir / "circuit.c", lambda: (comment + c_source(config, evaluated, dataset)).encode())
     if verilog:
         to_verilog = functools.partial(evaluated.to_verilog, "circuit", classes=model.classes)
         written(config.run_dir / "circuit.v", lambda: (comment + to_verilog()).encode())
@@ -83,7 +78,8 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
 
 def comment(config: LogicConfig, dataset: Dataset) -> str:
     if features := dataset.features:
-        return circuit_comment(features.quantizer, features.names, features.categories, config.gates, config.classes)
+        described_by = features.quantizer, features.names, features.categories
+        return row_source.circuit_comment(*described_by, config.gates, config.classes)
     group = config.gates // config.classes
     outputs = f"There are {config.gates} outputs; class c has outputs {group} c to {group} c + {group - 1}. */\n"
     levels, (channels, height, width) = config.levels, config.shape
@@ -94,12 +90,19 @@ def comment(config: LogicConfig, dataset: Dataset) -> str:
     )
 
 
-def c_of_rows(circuit: Netlist, dataset: Dataset) -> str:
-    """Return C code of the circuit, and of `int predict(const float *row)`, which classifies a row of the table."""
-    features = dataset.features
-    described = columns.describe(features.names, features.categories)
-    classes = features.classes or range(dataset.classes)
-    return c_source("logic", "predict", features.quantizer, circuit, described, classes, circuit_name="circuit")
+def c_source(config: GateConfig, circuit: AnyCircuit, dataset: Dataset) -> str:
+    """Return C code of the circuit, and of `int predict(const float *row)`, which classifies a row of the table, or an
+    image."""
+    if features := dataset.features:
+        size, lines = len(features.names), columns.describe(features.names, features.categories)
+    else:
+        channels, height, width = config.shape
+        i, channel = (f"({height} * c + i)", " of channel c") if channels > 1 else ("i", "")
+        size = channels * height * width
+        lines = [f"row[{width} * {i} + j] is the pixel in row i and column j{channel}, from 0 to 1 (bytes / 255.0f)."]
+    classes = (features and features.classes) or range(dataset.classes)
+    arguments = config.quantizer(dataset), circuit, size, lines, classes
+    return row_source.c_source(config.name, "predict", *arguments, circuit_name="circuit")
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:

@@ -61,8 +61,9 @@ def matrix(columns: Sequence[np.ndarray], categories: Mapping[int, Sequence]) ->
 
 
 def describe(names: Iterable[Any], categories: Mapping[int, Sequence]) -> list[str]:
-    """Return what each number of a row means, such as "port (0 for 'north', 1 for 'south')"."""
-    return [f"{name} ({coded(categories[j])})" if j in categories else str(name) for j, name in enumerate(names)]
+    """Return what each number of a row means, such as "row[2] is port (0 for 'north', 1 for 'south')."."""
+    codes = {j: f" ({coded(values)})" for j, values in categories.items()}
+    return [f"row[{j}] is {name}{codes.get(j, '')}." for j, name in enumerate(names)]
 
 
 def coded(categories: Iterable[Any]) -> str:

@@ -82,6 +82,7 @@ def c_source(
     name: str,
     quantizer: Quantizer,
     circuit: BitCircuit,
+    features: int,
     described: Sequence[str],
     classes: Sequence[Any] | None,
     values: Float32[np.ndarray, " counts"] | None = None,
@@ -91,8 +92,8 @@ def c_source(
     `circuit_name`, by default `{name}_circuit`.
 
     Without `values`, the function is `int name(const float *row)`, which returns the index of a class. With `values`,
-    it is `float name(const float *row)`, which returns `values[number of outputs that are on]`. `described` says what
-    each number of the row is (`columns.describe`).
+    it is `float name(const float *row)`, which returns `values[number of outputs that are on]`. A row has `features`
+    numbers, and the lines `described` say what they are.
     """
     circuit_name = circuit_name or f"{name}_circuit"
     check_name(op, name, C_WORDS)
@@ -107,14 +108,12 @@ def c_source(
     rows = _C_ROWS.substitute(
         shared,
         conditions=",\n".join(f"  {{{feature}, {kind}, {value}}}" for feature, kind, value in conditions),
-        features=len(described),
+        features=features,
         type="int" if values is None else "float",
         result=result,
     )
-    lines = [f"row[{j}] is {text}." for j, text in enumerate(described)]
-    if classes is not None:
-        lines.append(f"The classes are {columns.coded(classes)}.")
-    return comment(lines) + circuit.to_c(circuit_name, None if classes is None else len(classes)) + rows
+    lines = [] if classes is None else [f"The classes are {columns.coded(classes)}."]
+    return comment([*described, *lines]) + circuit.to_c(circuit_name, None if classes is None else len(classes)) + rows
 
 
 def circuit_comment(

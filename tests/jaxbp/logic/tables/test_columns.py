@@ -50,7 +50,10 @@ def test_an_unknown_category_is_no_category():
 
 
 def test_the_numbers_of_a_row_are_described():
-    assert columns.describe(["a", "b"], {1: ["x", "y"]}) == ["a", "b (0 for 'x', 1 for 'y')"]
+    assert columns.describe(["a", "b"], {1: ["x", "y"]}) == [
+        "row[0] is a.",
+        "row[1] is b (0 for 'x', 1 for 'y').",
+    ]
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame])
