@@ -26,6 +26,12 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
+def as_pairs(name: str, layers: Any) -> tuple[Any, ...]:
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"{name} is {layers!r}; wants a list of pairs (gates, wires)")
+    return tuple(layers)
+
+
 def gates_and_wires(name: str, layer: Any, kind: type) -> Sequence[Any]:
     """Return a layer, a list or tuple of its gates, its wires of this kind, and options."""
     is_sequence = isinstance(layer, tuple | list)
@@ -57,7 +63,8 @@ class Circuit(BitCircuit):
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     def __post_init__(self):
-        layers = tuple(_layer(f"Circuit: layer {i}", layer) for i, layer in enumerate(self.layers))
+        pairs = as_pairs("Circuit: layers", self.layers)
+        layers = tuple(_layer(f"Circuit: layer {i}", layer) for i, layer in enumerate(pairs))
         if not layers:
             raise ValueError("Circuit: there are no layers; wants at least one layer")
         require_chain("Circuit", "layer {}", [wires for _, wires in layers])
@@ -71,7 +78,7 @@ class Circuit(BitCircuit):
           TypeError: a layer is not such a pair, or its gates are not integers.
           ValueError: there are no layers; a gate's function is not from 0 to 15; or the layers' sizes do not match.
         """
-        return cls(tuple(layers))
+        return cls(layers)
 
     def __repr__(self) -> str:
         gates = ", ".join(str(wires.gates) for _, wires in self.layers)

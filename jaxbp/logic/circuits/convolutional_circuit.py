@@ -16,7 +16,7 @@ from jaxtyping import Int, UInt8, UInt32
 from jaxbp.common import checks
 from jaxbp.common.content import ByContent
 from jaxbp.common.windows import output_size, window_padding
-from jaxbp.logic.circuits.circuit import Circuit, gate_numbers, gates_and_wires
+from jaxbp.logic.circuits.circuit import Circuit, as_pairs, gate_numbers, gates_and_wires
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
 from jaxbp.logic.circuits.sources import VERILOG_WORDS, CSource, check_name
 from jaxbp.logic.circuits.verilog import circuit_module
@@ -280,14 +280,14 @@ class ConvolutionalCircuit(BitCircuit):
         """
         shape = image_shape("ConvolutionalCircuit", shape)
         host = []
-        for i, convolution in enumerate(convolutions):
+        for i, convolution in enumerate(as_pairs("ConvolutionalCircuit: convolutions", convolutions)):
             op = f"ConvolutionalCircuit: convolution {i}"
             gates, wires, *options = gates_and_wires(op, convolution, TreeWires)
             host.append(Convolution.of(op, shape, gates, wires, dict(*options)))
             shape = host[-1].output_shape
         if not host:
             raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one convolution")
-        layers = tuple(layers)
+        layers = as_pairs("Circuit: layers", layers)
         head = Circuit.of(layers) if layers else None
         if head and head.inputs != math.prod(shape):
             raise ValueError(

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,10 +145,14 @@ class Netlist(BitCircuit):
     groups: Sequence[tuple[int, int]]
 
     def __post_init__(self):
-        groups = tuple(tuple(map(int, group)) for group in self.groups)
-        bounds = [0, *(end for _, end in groups)]
-        if groups != tuple(itertools.pairwise(bounds)) or bounds != sorted({*bounds}) or bounds[-1] != len(self.gates):
-            wanted = f"ranges (begin, end) of at least one gate, one after another from 0 to {len(self.gates)}"
+        size = _integers("gates", self.gates).size
+        try:
+            groups = tuple((operator.index(begin), operator.index(end)) for begin, end in self.groups)
+        except (TypeError, ValueError):
+            groups = None
+        bounds = [0, *(end for _, end in groups or ())]
+        if groups != tuple(itertools.pairwise(bounds)) or bounds != sorted({*bounds}) or bounds[-1] != size:
+            wanted = f"ranges (begin, end) of at least one gate, one after another from 0 to {size}"
             raise ValueError(f"Netlist: groups is {self.groups!r}; wants {wanted}")
         begins = np.repeat(bounds[:-1], np.diff(bounds)).astype(int)
         inputs, *checked = _checked(self.inputs, self.gates, self.a, self.b, self.results, begins)
@@ -185,6 +190,8 @@ class Netlist(BitCircuit):
 
     @classmethod
     def of(cls, circuit: BitCircuit) -> "Netlist":
+        if not isinstance(circuit, BitCircuit):
+            raise TypeError(f"Netlist.of: circuit is {circuit!r}; wants a Circuit or another circuit of bits")
         return circuit.netlist()
 
     def netlist(self) -> "Netlist":

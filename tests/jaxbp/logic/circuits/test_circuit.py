@@ -243,6 +243,7 @@ def test_what_cannot_be_a_circuit_is_refused(call, message):
 
 IMAGE = (1, 3, 3), [(np.zeros((9, 1), int), TreeWires.random(1, 9, 3, depth=1, seed=0))]
 NOT_LAYERS = {
+    "a number": (3, "Circuit: layers is 3; wants a list of pairs (gates, wires)"),
     "a text": ("ab", "Circuit: layer 0 is 'a'; wants (gates, wires), where wires is a jaxbp.Wires"),
     "gates only": ([(LAYERS[0][0],)], "Circuit: layer 0 is (ndarray); wants (gates, wires), where wires is a"),
     "a fraction of a gate": (

@@ -275,6 +275,10 @@ REFUSED = {
         lambda: dataclasses.replace(PAIR, groups=((0, 1),)),
         "Netlist: groups is ((0, 1),); wants ranges (begin, end) of at least one gate, one after another from 0 to 2",
     ),
+    "groups that are no ranges": (
+        lambda: dataclasses.replace(PAIR, groups=[0, 2]),
+        "Netlist: groups is [0, 2]; wants ranges (begin, end) of at least one gate, one after another from 0 to 2",
+    ),
     "a result from nowhere": (
         lambda: dataclasses.replace(PAIR, results=np.array([4])),
         "Netlist: outputs[0] is 4; wants at least 0 and below 4, the number of sources",
