@@ -1,7 +1,10 @@
 import functools
 import hashlib
+import http.client
 import math
 import os
+import queue
+import threading
 import time
 import urllib.request
 import zlib
@@ -30,6 +33,8 @@ MOST_ITEMS = 1_000_000
 PIECE_BYTES = 2**16
 SLOW_SECONDS, SLOW_BYTES = 30, 30_000
 """A mirror that sends fewer bytes in this time is given up."""
+MOST_BYTES = 10**8
+"""The largest download."""
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -141,7 +146,9 @@ def default_data_dir(name: str) -> Path:
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        raise UserError(f"{error}; wants the folder of the data, data_dir, or the variable XDG_CACHE_HOME") from None
+        raise UserError(
+            f"{str(error).rstrip('.')}; wants the folder of the data, data_dir, or the variable XDG_CACHE_HOME"
+        ) from None
     return Path(cache) / "jaxbp" / name
 
 
@@ -282,12 +289,37 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
 
 
 def _download(url: str, file: str, _: pooch.Pooch | None) -> None:
-    with urllib.request.urlopen(url, timeout=SLOW_SECONDS) as response, Path(file).open("wb") as out:
-        received, since = 0, time.monotonic()
-        while piece := response.read1(PIECE_BYTES):
-            out.write(piece)
-            received += len(piece)
-            if (seconds := time.monotonic() - since) > SLOW_SECONDS:
+    # A thread reads, because a slow header would extend each time limit of a socket.
+    pieces = queue.Queue(maxsize=16)
+    threading.Thread(target=_put_pieces, args=(url, pieces), daemon=True).start()
+    size, received, deadline = 0, 0, time.monotonic() + SLOW_SECONDS
+    with Path(file).open("wb") as out:
+        while True:
+            try:
+                piece = pieces.get(timeout=max(0, deadline - time.monotonic()))
+            except queue.Empty:
                 if received < SLOW_BYTES:
-                    raise TimeoutError(f"sent only {received:,} bytes in {seconds:.0f} s")
-                received, since = 0, time.monotonic()
+                    raise TimeoutError(f"sent only {received:,} bytes in {SLOW_SECONDS} s") from None
+                received, deadline = 0, time.monotonic() + SLOW_SECONDS
+                continue
+            if isinstance(piece, Exception):
+                raise piece
+            if not piece:
+                return
+            size, received = size + len(piece), received + len(piece)
+            if size > MOST_BYTES:
+                raise OSError(f"sent more than {MOST_BYTES:,} bytes")
+            out.write(piece)
+
+
+def _put_pieces(url: str, pieces: queue.Queue) -> None:
+    """Put the file at an address into the queue, piece by piece, then b"" or an exception."""
+    try:
+        with urllib.request.urlopen(url, timeout=SLOW_SECONDS) as response:
+            while piece := response.read1(PIECE_BYTES):
+                pieces.put(piece)
+    except (OSError, ValueError) as error:
+        piece = error
+    except http.client.HTTPException as error:
+        piece = ConnectionError(f"the answer is no HTTP ({error!r})")
+    pieces.put(piece)

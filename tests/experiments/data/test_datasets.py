@@ -190,23 +190,33 @@ def test_a_header_that_claims_gigabytes_takes_no_memory(zip, tmp_path):
     assert peak < 2**21
 
 
-def test_a_slow_mirror_is_given_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("header", "piece", "reason"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n", b"x", r"sent only \d+ bytes in 0.2 s"),
+        (b"HTTP/1.0 200 OK\r\nName: ", b"x", r"sent only 0 bytes in 0.2 s"),
+        (b"HTTP/1.0 200 OK\r\n\r\n", b"x" * 20_000, r"sent more than 100,000 bytes"),
+        (b"no header\r\n", b"x", r"the answer is no HTTP \(BadStatusLine"),
+    ],
+    ids=["slow", "slow header", "endless", "no header"],
+)
+def test_a_bad_mirror_is_given_up(tmp_path, monkeypatch, header, piece, reason):
     class Drip(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
             with contextlib.suppress(OSError):
+                self.wfile.write(header)
                 while True:
-                    self.wfile.write(b"x")
+                    self.wfile.write(piece)
                     time.sleep(0.01)
 
         def log_message(self, *args):
             pass
 
     monkeypatch.setattr(datasets, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(datasets, "MOST_BYTES", 100_000)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        with pytest.raises(FileNotFoundError, match=r"sent only \d+ bytes in 0 s"):
+        with pytest.raises(FileNotFoundError, match=reason):
             load("mnist", tmp_path / "cache", mirrors=[f"http://127.0.0.1:{server.server_port}/"])
         server.shutdown()
     assert not (tmp_path / "cache").exists()
@@ -218,7 +228,7 @@ def test_without_a_home_folder_the_error_says_what_is_wanted(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(datasets.Path, "home", home)
-    with pytest.raises(ValueError, match=r"home directory.; wants the folder of the data, data_dir, or"):
+    with pytest.raises(ValueError, match=r"home directory; wants the folder of the data, data_dir, or"):
         load("mnist")
 
 
