@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.accuracy import measure
-from experiments.output.errors import UserError, kept_in, refuse_unknown, refuse_unwritable, run_command
+from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
+from experiments.output.files import refuse_unwritable
 from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Case, Entry, FixedArgument
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check

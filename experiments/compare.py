@@ -20,8 +20,8 @@ from experiments import configs
 from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output import results
-from experiments.output.errors import UserError, kept_in, refuse_unwritable, run_command
-from experiments.output.files import write
+from experiments.output.errors import UserError, kept_in, run_command
+from experiments.output.files import refuse_unwritable, write
 from experiments.output.pages import curves_table, page
 from experiments.output.results import finite, provenance
 from experiments.training.loop import prepare

@@ -20,7 +20,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from experiments.configs import LogicConfig, LogicConvConfig
-from experiments.output.errors import BrokenRun, UserError, refuse_unwritable, run_command
+from experiments.output.errors import BrokenRun, UserError, run_command
+from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
 from experiments.training.run_directory import load
 from jaxbp import Netlist

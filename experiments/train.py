@@ -32,11 +32,10 @@ from experiments.output.errors import (
     Stopped,
     UserError,
     exit_code,
-    refuse_unwritable,
     warn_of_failure,
     with_home,
 )
-from experiments.output.files import written
+from experiments.output.files import refuse_unwritable, written
 from experiments.output.results import keep, provenance
 from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
@@ -201,14 +200,14 @@ def parse(args: Sequence[str], program: str = PROGRAM) -> Command:
 def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
-    options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
+    options.add_argument("--run-dir", "--run_dir", type=lambda path: with_home(Path(path)), nargs="?")
     options.add_argument("-h", "--help", action="store_true")
     found, _ = options.parse_known_args(args)
     if not found.resume or found.help:
         return None
     if found.run_dir is None:
         raise UserError("resume is True; wants run_dir as well, the directory of the run")
-    saved, name = run_directory.saved_config(found.run_dir.expanduser()), args[0]
+    saved, name = run_directory.saved_config(found.run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
         raise UserError(f"run_dir is {found.run_dir}, which holds a run of {saved.name}; wants a run of {name}")
     return dataclasses.replace(saved, resume=True)
@@ -237,12 +236,15 @@ def train(config: TrainingConfig, program: str = PROGRAM) -> Metrics:
         config = directory.config
         report = REPORTS.get(config.name)
         files = (CURVES, *(report.files if report else ()))
-        if directory.is_done and directory.has_whole(files):
+        is_whole = directory.is_done and directory.has_whole(files)
+        if is_whole and not directory.has_moved_data:
             return directory.metrics[-1]
         dataset, metrics, predictions = None, None, None
         try:
             dataset = config.load()
             directory.check_data(checksum := config.data_checksum(dataset))
+            if is_whole:
+                return directory.metrics[-1]
             prepared = training.prepare(config, dataset)
             at_ctrl_c(signal.default_int_handler)
             state = directory.begin(prepared.state, prepared.constants_checksum, checksum)
@@ -292,8 +294,8 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
         _draw(directory, dataset, predictions)
-    command = [*program.split(), "--resume", "--run-dir", str(directory.config.run_dir)]
-    return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {' '.join(map(_quoted, command))}")
+    command = f"{program} --resume --run-dir={_quoted(str(directory.config.run_dir))}"  # the name may begin with -
+    return Stopped(f"stopped after epoch {len(directory.metrics)}; resume with: {command}")
 
 
 def _quoted(word: str) -> str:

@@ -30,7 +30,8 @@ from experiments.bench.roofline import measured_rates
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.selection import quick, selected
 from experiments.bench.workloads import Workload
-from experiments.output.errors import UserError, kept_in, refuse_unwritable, run_command
+from experiments.output.errors import UserError, kept_in, run_command
+from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")

@@ -53,9 +53,8 @@ class Range(NamedTuple):
         return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
 
 
-FIELDS_WITHOUT_EFFECT = frozenset(
-    {"run_dir", "resume", "data", "data_dir", "target", "text", "devices", "tensor_parallel"}
-)
+FILES_OF_DATA = frozenset({"data", "data_dir", "target", "text"})
+FIELDS_WITHOUT_EFFECT = FILES_OF_DATA | {"run_dir", "resume", "devices", "tensor_parallel"}
 """Settings that change results by rounding at most. Other data are noticed by their checksum."""
 
 

@@ -92,6 +92,8 @@ class ImageConfig(TrainingConfig):
         if self.data is None:
             return self._named() | self.recipe(self.dataset)
         if self.shape is not None:
+            for name, value in {"classes": 2, **self.recipe("digits")}.items():
+                self._check(name, value is None or getattr(self, name) is not None, "a value, as in every saved run")
             return {}
         dataset = self._read()
         examples = len(dataset.train_images)

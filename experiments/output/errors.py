@@ -104,26 +104,11 @@ def with_home(settings: Any) -> Any:
         try:
             return settings.expanduser()
         except RuntimeError as error:
-            raise UserError(f"{settings}: {error}; wants a path without ~") from None
+            raise UserError(f"{settings}: {str(error).rstrip('.')}; wants a path without ~") from None
     if not dataclasses.is_dataclass(settings):
         return settings
     expanded = {name: with_home(value) for name, value in vars(settings).items()}
     return dataclasses.replace(settings, **expanded) if expanded != vars(settings) else settings
-
-
-def refuse_unwritable(*paths: Path | None) -> None:
-    for path in paths:
-        if path is None:
-            continue
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; wants the name of a file")
-        if not path.parent.is_dir():
-            raise UserError(
-                f"{path} cannot be written, because there is no folder {path.parent}; wants an existing folder"
-            )
-        for place in (path.resolve().parent, path):
-            if place.exists() and not os.access(place, os.W_OK):
-                raise UserError(f"{path} cannot be written, because {place} is read-only; wants another path")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.output.errors import warn_of_failure
+from experiments.output.errors import UserError, warn_of_failure
 
 SUFFIX = ".jaxbp-tmp"
 
@@ -39,6 +39,26 @@ def write(path: Path, data: bytes) -> None:
             raise
     else:
         write_atomically(path.resolve(), data)
+
+
+def refuse_unwritable(*paths: Path | None) -> None:
+    """Raise UserError if `write` cannot write one of the files."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; wants the name of a file")
+        if not path.parent.is_dir():
+            raise UserError(
+                f"{path} cannot be written, because there is no folder {path.parent}; wants an existing folder"
+            )
+        try:
+            if not path.exists():
+                temporary = temporary_name(path.resolve())
+                temporary.touch()
+                temporary.unlink()
+            elif not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}); wants another path") from None
 
 
 def written(path: Path, content: Callable[[], bytes]) -> None:

@@ -61,8 +61,8 @@ class Place:
         """Parse --coordinator, --process, and --processes. Return None if all are omitted."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
-        parser.add_argument("--process", type=int)
-        parser.add_argument("--processes", type=int)
+        parser.add_argument("--process")
+        parser.add_argument("--processes")
         found = vars(parser.parse_known_args(args)[0])
         if missing := [name for name, value in found.items() if value is None]:
             if len(missing) == len(found):
@@ -77,12 +77,14 @@ class Place:
             host.encode("idna")
         except UnicodeError:
             raise UserError(f"--coordinator is {found['coordinator']}; wants HOST:PORT, with a valid host") from None
-        if found["processes"] > MOST_PROCESSES:
-            raise UserError(f"--processes is {found['processes']}; wants at most {MOST_PROCESSES}")
-        if not 0 <= found["process"] < found["processes"]:
-            wanted = f"a number from 0 to {found['processes'] - 1}, below --processes"
-            raise UserError(f"--process is {found['process']}; wants {wanted}")
-        return cls(host.strip("[]"), int(port), found["process"], found["processes"])
+        processes = _number("processes", found["processes"], 1, MOST_PROCESSES)
+        return cls(host.strip("[]"), int(port), _number("process", found["process"], 0, processes - 1), processes)
+
+
+def _number(option, text, least, most):
+    if not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
+        raise UserError(f"--{option} is {text}; wants a number from {least} to {most}")
+    return int(text)
 
 
 _meet: Callable[[], None] | None = None

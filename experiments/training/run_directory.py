@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from experiments import configs
 from experiments.configs import TrainingConfig
-from experiments.configs.base import build
+from experiments.configs.base import FILES_OF_DATA, build
 from experiments.output.errors import BrokenRun, UserError, warn
 from experiments.output.files import is_leftover, read, remove, write_atomically
 from experiments.training import checkpoints
@@ -128,6 +128,12 @@ class RunDirectory:
     @property
     def is_done(self) -> bool:
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
+
+    @property
+    def has_moved_data(self) -> bool:
+        """Whether the settings name other files of data than the checkpoint, perhaps with equal data."""
+        saved, config = self._checkpoint.config, configs.to_dict(self.config)
+        return any(config[name] != saved.get(name) for name in FILES_OF_DATA & config.keys())
 
     def has_whole(self, names: Sequence[str]) -> bool:
         try:

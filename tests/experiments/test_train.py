@@ -306,7 +306,7 @@ def test_ctrl_c_says_how_to_go_on_and_draws_the_curves(run, tmp_path, press_ctrl
         patch.setattr(loop, "run", interrupted)
         assert run("toy") == 130
     run_dir = tmp_path / "run"
-    said = f"stopped after epoch 2; resume with: python -m experiments.train --resume --run-dir {run_dir}\n"
+    said = f"stopped after epoch 2; resume with: python -m experiments.train --resume --run-dir={run_dir}\n"
     assert capsys.readouterr().err == said
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert train.main(said.split("experiments.train ")[1].split()) == 0
@@ -383,6 +383,10 @@ def test_a_run_resumes_with_moved_data_but_not_with_other_data(tmp_path, monkeyp
     assert train.main(resume) == 2
     said = r"error: cannot resume run: the data differ .* \(SHA-256 saved \w{64}, now \w{64}\); wants the same data\n"
     assert re.fullmatch(said, capsys.readouterr().err)
+    assert train.main(["--resume", "--run-dir", "run"]) == 0
+    np.savez("a.npz", x_train=images[::-1], y_train=labels[::-1])
+    assert train.main(["--resume", "--run-dir", "run", "--data", "a.npz"]) == 2  # without more epochs
+    assert re.fullmatch(said, capsys.readouterr().err)
     assert sorted(path.read_bytes() for path in Path("run").rglob("*") if path.is_file()) == before
 
 
@@ -417,7 +421,7 @@ def test_ctrl_c_names_the_program_of_an_experiment_of_ones_own(run, press_ctrl_c
     monkeypatch.setattr(train, "_progress", lambda *_: press_ctrl_c())
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
     assert run("toy", program="python -m spirals") == 130
-    assert "; resume with: python -m spirals --resume --run-dir " in capsys.readouterr().err
+    assert "; resume with: python -m spirals --resume --run-dir=" in capsys.readouterr().err
 
 
 def test_a_report_that_fails_loses_nothing_else(tmp_path, monkeypatch, capsys):

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,6 +201,15 @@ def test_the_categories_of_a_table_are_settings_that_its_data_must_have(own_tabl
     own_table.write_text(own_table.read_text().replace(",2\n", ",two\n"))
     with pytest.raises(UserError, match=r"own.csv has the categories .*'two'.*; wants .*'2'.*, as in the run"):
         config.load()
+
+
+@pytest.mark.parametrize("field", ["classes", "batch_size", "layers", "gates", "levels"])
+def test_the_settings_of_a_saved_run_are_complete(field):
+    saved = dict(data=Path("own.npz"), shape=(1, 8, 8), classes=2, batch_size=8, epochs=1, learning_rate=0.1)
+    saved |= dict(layers=2, gates=200, levels=3)
+    assert LogicConfig(**saved).wiring == "unique"
+    with pytest.raises(UserError, match=f"{field} is None; wants a value"):
+        LogicConfig(**saved | {field: None})
 
 
 def test_own_images_have_gates_for_all_bits(tmp_path):

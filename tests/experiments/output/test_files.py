@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.output.files import is_leftover, write, write_atomically, written
+from experiments.output.errors import UserError
+from experiments.output.files import is_leftover, refuse_unwritable, write, write_atomically, written
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -58,3 +59,19 @@ def test_what_a_kill_leaves_is_known_by_its_name(tmp_path, monkeypatch):
     (leftover,) = tmp_path.iterdir()
     assert is_leftover(leftover)
     assert not is_leftover(tmp_path / "file") and not is_leftover(tmp_path / ".hidden")
+
+
+def test_an_unwritable_file_is_refused_without_a_trace(tmp_path, monkeypatch):
+    refuse_unwritable(tmp_path / "new", None, Path(os.devnull))
+    assert not list(tmp_path.iterdir())
+    for path, reason in (
+        (tmp_path, "is a folder; wants the name of a file"),
+        (tmp_path / "no" / "new", "because there is no folder"),
+        (tmp_path / ("x" * 250), r"cannot be written \(File name too long\)"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            refuse_unwritable(path)
+    (old := tmp_path / "old").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != old)
+    with pytest.raises(UserError, match=r"old cannot be written \(Permission denied\)"):
+        refuse_unwritable(old)

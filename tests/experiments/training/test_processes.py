@@ -272,7 +272,12 @@ MISTAKES = {
     "no port": ("--coordinator host --process 0 --processes 2", "--coordinator is host; wants HOST:PORT"),
     "too large": ("--coordinator host:1 --process 2 --processes 2", "--process is 2; wants a number from 0 to 1"),
     "not a host": ("--coordinator a..b:1 --process 1 --processes 2", "a..b:1; wants HOST:PORT, with a valid host"),
-    "too many": ("--coordinator host:1 --process 0 --processes 99999999999", "99999999999; wants at most 1024"),
+    "no number": ("--coordinator host:1 --process x --processes 2", "--process is x; wants a number from 0 to 1"),
+    "none": ("--coordinator host:1 --process 0 --processes 0", "--processes is 0; wants a number from 1 to 1024"),
+    "too many": (
+        "--coordinator host:1 --process 0 --processes 99999999999",
+        "99999999999; wants a number from 1 to 1024",
+    ),
 }
 
 
