@@ -137,7 +137,7 @@ def _follow(settings: str) -> int:
     try:
         saved = json.loads(settings)
         config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
             f"process 0 sent settings that this process cannot read ({reason}); wants the same version of jaxbp in all "

@@ -208,7 +208,9 @@ def test_any_token_may_be_used(token, port, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", ["GET / HTTP/1.1", "[]", '{"experiment": "unknown"}', '{"experiment": "lenet", "x": 1}']
+    "settings",
+    ["GET / HTTP/1.1", "[]", '{"experiment": "unknown"}', '{"experiment": "lenet", "x": 1}', "[" * 60_000],
+    ids=["no JSON", "a list", "unknown", "unknown setting", "deep"],
 )
 def test_settings_of_another_program_are_refused(settings):
     with pytest.raises(UserError, match=r"settings that this process cannot read .*; wants the same version"):
