@@ -42,19 +42,28 @@ def run_in_icarus(source, folder):
 
 
 def in_icarus(source, bits, outputs, folder, port="y"):
+    """Return an output of the module `circuit`. If it has a clock, it takes one sample per cycle."""
     samples, inputs = bits.shape
     rows = ["".join("01"[int(bit)] for bit in sample[::-1]) for sample in bits]
     (folder / "samples.txt").write_text("\n".join(rows))
+    latency = re.findall(r"LATENCY = (\d+);", source)
     bench = f"""
         module test;
+          localparam LATENCY = {latency[-1] if latency else 0};
           reg [{inputs - 1}:0] samples [0:{samples - 1}];
           reg [{inputs - 1}:0] x;
+          reg clock = 0;
           wire [{outputs - 1}:0] y;
           integer i;
-          circuit gates(.x(x), .{port}(y));
+          circuit gates({".clock(clock), " if latency else ""}.x(x), .{port}(y));
           initial begin
             $readmemb("samples.txt", samples);
-            for (i = 0; i < {samples}; i = i + 1) begin x = samples[i]; #1 $display("%b", y); end
+            for (i = 0; i < {samples} + LATENCY; i = i + 1) begin
+              x = samples[i];
+              #1 if (i >= LATENCY) $display("%b", y);
+              clock = 1;
+              #1 clock = 0;
+            end
           end
         endmodule
     """

@@ -375,9 +375,10 @@ class ConvolutionalCircuit(BitCircuit):
         """Return Verilog, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y` of the module `{name}`.
 
         Args:
-          pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
-            `input clock` and takes a new x at each rising edge. A comment in the source has the number of edges after
-            which y appears.
+          pipelined: whether to put registers after each convolution's pool, each layer, and, with `classes`, each full
+            adder of the votes and each comparison of two classes. The module then has an
+            `input clock` and takes a new x at each rising edge. The module's parameter LATENCY is the number of rising
+            edges from x to y.
           classes: as in `jaxbp.Circuit.to_verilog`.
         """
         check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
@@ -401,9 +402,10 @@ class ConvolutionalCircuit(BitCircuit):
                 lines += [f"reg [{outputs - 1}:0] held{i};", f"always @(posedge clock) held{i} <= y{i};"]
                 source = f"held{i}"
         lines.append(f"assign y = {source};")
-        if pipelined:
-            modules.append(f"// y is the result of the x that was taken {len(parts)} rising edges of the clock ago.\n")
-        modules.append(circuit_module(name, self.inputs, self.outputs, lines, pipelined, classes))
+        latency = len(parts) if pipelined else None
+        modules.append(
+            circuit_module(name, self.inputs, self.outputs, lines, latency, classes, 1 if pipelined else None)
+        )
         return "\n".join(modules)
 
 

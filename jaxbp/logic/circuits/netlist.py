@@ -21,7 +21,7 @@ from jaxbp.logic.circuits.sources import (
     CSource,
     check_name,
 )
-from jaxbp.logic.circuits.verilog import circuit_module, verilog_testbench
+from jaxbp.logic.circuits.verilog import Pipeline, circuit_module, verilog_testbench
 from jaxbp.logic.gates import GATES
 from jaxbp.logic.wires.wires import bounded_count, require_below
 
@@ -93,17 +93,29 @@ class BitCircuit(ByContent):
         # Reads input i from row `first + i`. Returns the row of each output, and the number of rows of the memory.
         return self.netlist().add_to(source, first)
 
-    def to_verilog(self, name: str = "circuit", *, classes: int | None = None) -> str:
-        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
+    def to_verilog(self, name: str = "circuit", *, classes: int | None = None, registers: int | None = None) -> str:
+        """Return a Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
 
         Args:
           classes: number of classes, as in `to_c`. If given, the module also has a port `label`, the sample's class.
+          registers: the number of levels of logic between registers, at least 1. A level is a gate, a full adder of the
+            votes, or a comparison of two classes. If given, the module also has an `input clock` and takes a new x at
+            each rising edge. The module's parameter LATENCY is the number of rising edges from x to y and `label`.
         """
-        check_name(type(self).__name__, name, VERILOG_WORDS)
+        op = type(self).__name__
+        check_name(op, name, VERILOG_WORDS)
         self.check_classes(classes)
-        gates, results = self.netlist().statements("wire", [f"x[{i}]" for i in range(self.inputs)], "1'b0", "1'b1")
-        outputs = (f"assign y[{i}] = {result};" for i, result in enumerate(results))
-        return circuit_module(name, self.inputs, self.outputs, [*gates, *outputs], classes=classes)
+        if registers is not None:
+            registers = checks.count(op, "registers", registers, 1)
+        netlist, names = self.netlist(), [f"x[{i}]" for i in range(self.inputs)]
+        pipeline = Pipeline(names, registers)
+        expressions = [e.format(a="{0}", b="{1}", zero="1'b0", one="1'b1") for e in EXPRESSIONS]
+        sources = zip(netlist.gates.tolist(), netlist.a.tolist(), netlist.b.tolist(), strict=True)
+        for g, (gate, a, b) in enumerate(sources):
+            names.append(pipeline.add(f"g{g}", expressions[gate], names[a], names[b]))
+        latency = pipeline.assign({f"y[{i}]": names[source] for i, source in enumerate(netlist.results.tolist())})
+        latency = latency if registers else None
+        return circuit_module(name, self.inputs, self.outputs, pipeline.lines, latency, classes, registers)
 
     def to_verilog_testbench(self, bits: Bool[np.ndarray, "samples *shape"], name: str = "circuit") -> str:
         """Return a Verilog module `{name}_test`, for the module of `to_verilog(name)`, which has no clock.

@@ -2,91 +2,156 @@
 
 import collections
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from jaxbp.logic.circuits.sources import class_sizes
 
 
+class Pipeline:
+    """Statements of a module, with registers after each `registers` levels of logic, or with none if it is None.
+
+    A value's level is the greatest number of statements on a path to the value. The level of an input is 0. A value
+    that is read in a later stage passes through one register per stage.
+    """
+
+    def __init__(self, inputs: Iterable[str], registers: int | None, width: int = 1):
+        self.every, self.lines = registers, []
+        self._level = dict.fromkeys(inputs, 0)
+        self._stage = dict.fromkeys(self._level, 0)
+        self._width = dict.fromkeys(self._level, width)
+        self._register: dict[str, str] = {}
+
+    def add(self, name: str, expression: str, *values: str, width: int = 1, levels: int = 1) -> str:
+        """Add the statement `name = expression.format(*values)`. Values that are not in the module are constants."""
+        level = levels + max((self._level.get(value, 0) for value in values), default=0)
+        stage = (level - 1) // self.every if self.every and level else 0
+        held = [self.at(value, stage) for value in values]
+        self.lines.append(f"wire {_range(width)}{name} = {expression.format(*held)};")
+        self._level[name], self._stage[name], self._width[name] = level, stage, width
+        return name
+
+    def at(self, name: str, stage: int) -> str:
+        """Return the name of a value in a stage. Add the registers that are missing."""
+        while self._stage.get(name, stage) < stage:
+            if name not in self._register:
+                held = self._register[name] = f"held{len(self._register)}"
+                width = self._width[held] = self._width[name]
+                self._level[held], self._stage[held] = self._level[name], self._stage[name] + 1
+                self.lines.append(f"reg {_range(width)}{held}; always @(posedge clock) {held} <= {name};")
+            name = self._register[name]
+        return name
+
+    def assign(self, outputs: Mapping[str, str]) -> int:
+        """Assign values to the outputs, from registers of one stage. Return the number of registers on each path."""
+        latency = -(-max(self._level.get(value, 0) for value in outputs.values()) // self.every) if self.every else 0
+        self.lines += [f"assign {output} = {self.at(value, latency)};" for output, value in outputs.items()]
+        return latency
+
+
 def circuit_module(
-    name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False, classes: int | None = None
+    name: str,
+    inputs: int,
+    outputs: int,
+    lines: Iterable[str],
+    latency: int | None = None,
+    classes: int | None = None,
+    registers: int | None = None,
 ) -> str:
     """Return the module of `BitCircuit.to_verilog`, whose gates are `lines`.
 
     If `classes` is given, the module consists of `{name}_gates`, a `{name}_count` per class, and `{name}_maximum`.
+    `latency` is the number of registers on each path through the gates, or None if the module has no clock.
     """
-    clock = ["input wire clock"] if clocked else []
-    ports = [*clock, f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]
+    ports = [f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]
     if classes is None:
-        return _module(name, ports, lines)
+        return _module(name, ports, lines, latency)
     sizes = class_sizes(outputs, classes)
     group, planes, digits = sizes["group"], sizes["planes"], sizes["digits"]
+    count, count_latency = count_module(f"{name}_count", group, registers)
+    maximum, maximum_latency = maximum_module(f"{name}_maximum", classes, planes, digits, registers)
+    total = None if latency is None else latency + count_latency + maximum_latency
+    clock = "" if latency is None else ".clock(clock), "
+    clocked = clock if registers else ""
     counts = (
-        f"{name}_count count{c} (.x(y[{_slice(c, group)}]), .y(votes[{_slice(c, planes)}]));" for c in range(classes)
+        f"{name}_count count{c} ({clocked}.x(bits[{_slice(c, group)}]), .y(votes[{_slice(c, planes)}]));"
+        for c in range(classes)
     )
+    outer = Pipeline(["bits"], 1, outputs)
+    y = outer.at("bits", count_latency + maximum_latency)
     parts = [
-        f"{name}_gates gates ({'.clock(clock), ' * clocked}.x(x), .y(y));",
+        f"wire [{outputs - 1}:0] bits;",
+        f"{name}_gates gates ({clock}.x(x), .y(bits));",
+        *outer.lines,
+        f"assign y = {y};",
         "// label is the first class with the most outputs on.",
         f"wire [{classes * planes - 1}:0] votes;",
         *counts,
-        f"{name}_maximum maximum (.votes(votes), .label(label));",
+        f"{name}_maximum maximum ({clocked}.votes(votes), .label(label));",
     ]
-    return "\n".join(
-        [
-            _module(f"{name}_gates", ports, lines),
-            count_module(f"{name}_count", group),
-            maximum_module(f"{name}_maximum", classes, planes, digits),
-            _module(name, [*ports, f"output wire [{digits - 1}:0] label"], parts),
-        ]
-    )
+    whole = _module(name, [*ports, f"output wire [{digits - 1}:0] label"], parts, total)
+    return "\n".join([_module(f"{name}_gates", ports, lines, latency), count, maximum, whole])
 
 
-def count_module(name: str, bits: int) -> str:
-    """Return a module whose output y is the number of ones among the bits of its input x.
+def count_module(name: str, bits: int, registers: int | None = None) -> tuple[str, int]:
+    """Return a module whose output y is the number of ones among the bits of its input x, and its latency.
 
     A full adder replaces three bits of a column by their sum and by a carry for the next column. The bits that are
     ready first are added first (L. Dadda, Some Schemes for Parallel Multipliers, 1965).
     """
-    lines, adders, planes = [], 0, bits.bit_length()
+    adders, planes = 0, bits.bit_length()
     column = collections.deque(f"x[{i}]" for i in range(bits))
+    pipeline, outputs = Pipeline(column, registers), {}
     for plane in range(planes):
         carries = collections.deque()
         while len(column) > 1:
-            a, b = column.popleft(), column.popleft()
-            c = column.popleft() if column else "1'b0"
-            lines.append(f"wire sum{adders} = {a} ^ {b} ^ {c};")
-            lines.append(f"wire carry{adders} = ({a} & {b}) | ({c} & ({a} ^ {b}));")
-            column.append(f"sum{adders}")
-            carries.append(f"carry{adders}")
+            abc = [column.popleft() for _ in range(min(3, len(column)))]
+            total, carry = ("{0} ^ {1} ^ {2}", "({0} & {1}) | ({2} & ({0} ^ {1}))")
+            if len(abc) == 2:
+                total, carry = "{0} ^ {1}", "{0} & {1}"
+            column.append(pipeline.add(f"sum{adders}", total, *abc))
+            carries.append(pipeline.add(f"carry{adders}", carry, *abc))
             adders += 1
-        lines.append(f"assign y[{plane}] = {column[0]};")
+        outputs[f"y[{plane}]"] = column[0]
         column = carries
-    return _module(name, [f"input wire [{bits - 1}:0] x", f"output wire [{planes - 1}:0] y"], lines)
+    latency = pipeline.assign(outputs)
+    ports = [f"input wire [{bits - 1}:0] x", f"output wire [{planes - 1}:0] y"]
+    return _module(name, ports, pipeline.lines, latency if registers else None), latency
 
 
-def maximum_module(name: str, classes: int, planes: int, digits: int) -> str:
-    """Return a module whose output `label` is the index of the first maximum of `classes` numbers of `planes` bits."""
+def maximum_module(name: str, classes: int, planes: int, digits: int, registers: int | None = None) -> tuple[str, int]:
+    """Return a module whose output `label` is the index of the first maximum of `classes` numbers of `planes` bits, and
+    its latency. A comparison of two numbers is one level."""
     numbers = [(f"votes[{_slice(c, planes)}]", f"{digits}'d{c}") for c in range(classes)]
-    lines, pairs = [], 0
+    pipeline, pairs = Pipeline([number for number, _ in numbers], registers, planes), 0
     while len(numbers) > 1:
         larger = []
         for (a, a_label), (b, b_label) in zip(numbers[::2], numbers[1::2], strict=False):
-            lines.append(f"wire more{pairs} = {b} > {a};")
-            lines.append(f"wire [{planes - 1}:0] most{pairs} = more{pairs} ? {b} : {a};")
-            lines.append(f"wire [{digits - 1}:0] label{pairs} = more{pairs} ? {b_label} : {a_label};")
-            larger.append((f"most{pairs}", f"label{pairs}"))
+            more, choose = pipeline.add(f"more{pairs}", "{0} > {1}", b, a), "{0} ? {1} : {2}"
+            most = pipeline.add(f"most{pairs}", choose, more, b, a, width=planes, levels=0)
+            label = pipeline.add(f"label{pairs}", choose, more, b_label, a_label, width=digits, levels=0)
+            larger.append((most, label))
             pairs += 1
         numbers = larger + numbers[2 * len(larger) :]
+    latency = pipeline.assign({"label": numbers[0][1]})
     ports = [f"input wire [{classes * planes - 1}:0] votes", f"output wire [{digits - 1}:0] label"]
-    return _module(name, ports, [*lines, f"assign label = {numbers[0][1]};"])
+    return _module(name, ports, pipeline.lines, latency if registers else None), latency
+
+
+def _range(width: int) -> str:
+    return f"[{width - 1}:0] " if width > 1 else ""
 
 
 def _slice(index: int, size: int) -> str:
     return f"{(index + 1) * size - 1}:{index * size}"
 
 
-def _module(name: str, ports: Iterable[str], lines: Iterable[str]) -> str:
+def _module(name: str, ports: Iterable[str], lines: Iterable[str], latency: int | None) -> str:
+    if latency is not None:
+        ports = ["input wire clock", *ports]
+        comment = "// The outputs belong to the x that was taken LATENCY rising edges of the clock ago."
+        lines = [comment, f"localparam LATENCY = {latency};", *lines]
     separated = ",\n".join(f"  {port}" for port in ports)
     return "\n".join([f"module {name} (", separated, ");", *(f"  {line}" for line in lines), "endmodule", ""])
 

@@ -161,11 +161,20 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
 
 
 @needs_icarus
-@pytest.mark.parametrize("classes", [1, 5, 20])
-def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expected, classes):
-    source, digits = CIRCUIT.to_verilog(classes=classes), max(1, (classes - 1).bit_length())
+@pytest.mark.parametrize(("classes", "registers"), [(1, None), (5, None), (20, None), (1, 1), (5, 2), (20, 9)])
+def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expected, classes, registers):
+    source, digits = CIRCUIT.to_verilog(classes=classes, registers=registers), max(1, (classes - 1).bit_length())
     labels = in_icarus(source, BITS[:30], digits, tmp_path, port="label") @ (1 << np.arange(digits))
     assert np.array_equal(labels, expected[:30].reshape(30, classes, -1).sum(axis=2).argmax(axis=1))
+
+
+@needs_icarus
+@pytest.mark.parametrize(("classes", "registers", "latency"), [(None, 2, 2), (5, 1, 9)])
+def test_a_pipeline_takes_a_sample_at_each_edge(tmp_path, expected, classes, registers, latency):
+    # The circuit has three levels of gates, three of adders of four votes, and three of comparisons of five classes.
+    source = CIRCUIT.to_verilog(classes=classes, registers=registers)
+    assert re.findall(r"LATENCY = (\d+)", source)[-1] == str(latency)
+    assert np.array_equal(in_icarus(source, BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
 
 @needs_icarus
@@ -226,6 +235,10 @@ REFUSED = {
     "classes in Verilog of unequal size": (
         lambda: CIRCUIT.to_verilog(classes=3),
         "Circuit: classes is 3; wants None or a divisor of the 20 outputs",
+    ),
+    "no levels between registers": (
+        lambda: CIRCUIT.to_verilog(registers=0),
+        "Circuit: registers is 0; wants an int of at least 1",
     ),
     "a keyword of Verilog": (
         lambda: CIRCUIT.to_verilog("reg"),
