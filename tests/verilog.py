@@ -5,6 +5,7 @@ import subprocess
 import numpy as np
 import pytest
 
+needs_yosys = pytest.mark.skipif(shutil.which("yosys") is None, reason="needs Yosys")
 needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="needs Icarus Verilog")
 
 

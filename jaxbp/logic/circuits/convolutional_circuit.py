@@ -378,7 +378,7 @@ class ConvolutionalCircuit(BitCircuit):
           pipelined: whether to put registers after each convolution's pool, each layer, and, with `classes`, each full
             adder of the votes and each comparison of two classes. The module then has an
             `input clock` and takes a new x at each rising edge. The module's parameter LATENCY is the number of rising
-            edges from x to y.
+            edges from x to y. With `classes`, it is the number of edges from x to `label`, and there is no port y.
           classes: as in `jaxbp.Circuit.to_verilog`.
         """
         check_name("ConvolutionalCircuit", name, VERILOG_WORDS)

@@ -100,7 +100,8 @@ class BitCircuit(ByContent):
           classes: number of classes, as in `to_c`. If given, the module also has a port `label`, the sample's class.
           registers: the number of levels of logic between registers, at least 1. A level is a gate, a full adder of the
             votes, or a comparison of two classes. If given, the module also has an `input clock` and takes a new x at
-            each rising edge. The module's parameter LATENCY is the number of rising edges from x to y and `label`.
+            each rising edge. The module's parameter LATENCY is the number of rising edges from x to y. With `classes`,
+            it is the number of edges from x to `label`, and there is no port y.
         """
         op = type(self).__name__
         check_name(op, name, VERILOG_WORDS)

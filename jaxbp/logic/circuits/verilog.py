@@ -61,7 +61,8 @@ def circuit_module(
 ) -> str:
     """Return the module of `BitCircuit.to_verilog`, whose gates are `lines`.
 
-    If `classes` is given, the module consists of `{name}_gates`, a `{name}_count` per class, and `{name}_maximum`.
+    If `classes` is given, the module consists of `{name}_gates`, a `{name}_count` per class, and `{name}_maximum`. With
+    registers among the votes, it does not have the port y, whose values would be those of a later x.
     `latency` is the number of registers on each path through the gates, or None if the module has no clock.
     """
     ports = [f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]
@@ -75,22 +76,18 @@ def circuit_module(
     clock = "" if latency is None else ".clock(clock), "
     clocked = clock if registers else ""
     counts = (
-        f"{name}_count count{c} ({clocked}.x(bits[{_slice(c, group)}]), .y(votes[{_slice(c, planes)}]));"
+        f"{name}_count count{c} ({clocked}.x(y[{_slice(c, group)}]), .y(votes[{_slice(c, planes)}]));"
         for c in range(classes)
     )
-    outer = Pipeline(["bits"], 1, outputs)
-    y = outer.at("bits", count_latency + maximum_latency)
     parts = [
-        f"wire [{outputs - 1}:0] bits;",
-        f"{name}_gates gates ({clock}.x(x), .y(bits));",
-        *outer.lines,
-        f"assign y = {y};",
+        *([f"wire [{outputs - 1}:0] y;"] if registers else []),
+        f"{name}_gates gates ({clock}.x(x), .y(y));",
         "// label is the first class with the most outputs on.",
         f"wire [{classes * planes - 1}:0] votes;",
         *counts,
         f"{name}_maximum maximum ({clocked}.votes(votes), .label(label));",
     ]
-    whole = _module(name, [*ports, f"output wire [{digits - 1}:0] label"], parts, total)
+    whole = _module(name, [*ports[: 1 if registers else 2], f"output wire [{digits - 1}:0] label"], parts, total)
     return "\n".join([_module(f"{name}_gates", ports, lines, latency), count, maximum, whole])
 
 

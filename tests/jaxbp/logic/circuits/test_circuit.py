@@ -1,4 +1,5 @@
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cells import life
-from verilog import in_icarus, needs_icarus, run_in_icarus, simulate
+from verilog import in_icarus, needs_icarus, needs_yosys, run_in_icarus, simulate
 
 import jaxbp
 from experiments.training.compiled import compiled, load
@@ -169,11 +170,9 @@ def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expec
 
 
 @needs_icarus
-@pytest.mark.parametrize(("classes", "registers", "latency"), [(None, 2, 2), (5, 1, 9)])
-def test_a_pipeline_takes_a_sample_at_each_edge(tmp_path, expected, classes, registers, latency):
-    # The circuit has three levels of gates, three of adders of four votes, and three of comparisons of five classes.
-    source = CIRCUIT.to_verilog(classes=classes, registers=registers)
-    assert re.findall(r"LATENCY = (\d+)", source)[-1] == str(latency)
+def test_a_pipeline_takes_a_sample_at_each_edge(tmp_path, expected):
+    source = CIRCUIT.to_verilog(registers=2)  # There are three levels of gates.
+    assert source.count("localparam LATENCY = 2;") == 1
     assert np.array_equal(in_icarus(source, BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
 
@@ -183,6 +182,58 @@ def test_the_test_bench_in_verilog_passes_and_finds_a_wrong_gate(tmp_path):
     assert run_in_icarus(source + bench, tmp_path) == ["PASS:", "9", "samples"]
     wrong = re.sub(r"assign y\[3\] = (\w+);", r"assign y[3] = ~\1;", source)
     assert run_in_icarus(wrong + bench, tmp_path)[-5:] == ["FAIL:", "9", "of", "9", "samples"]
+
+
+SMALL = Circuit.of([(random.integers(0, 16, n), Wires.random(m, n, seed=n)) for m, n in ((9, 40), (40, 30), (30, 21))])
+
+
+def by_tables(circuit, classes):
+    """Return the Verilog module `wanted`: each gate is a row of its truth table, and votes are sums."""
+    lines, before = [], "x"
+    for i, (gates, wires) in enumerate(circuit.layers):
+        lines.append(f"wire [{wires.gates - 1}:0] layer{i};")
+        for g, (gate, a, b) in enumerate(zip(gates, np.asarray(wires.a), np.asarray(wires.b), strict=True)):
+            row = "".join(map(str, TRUTH_TABLES[gate][::-1]))  # Bit 2 a + b of a number is the value for a and b.
+            lines.append(f"assign layer{i}[{g}] = 4'b{row} >> {{{before}[{a}], {before}[{b}]}};")
+        before = f"layer{i}"
+    group = circuit.outputs // classes
+    votes = (" + ".join(f"{{7'b0, y[{c * group + i}]}}" for i in range(group)) for c in range(classes))
+    lines += [f"wire [7:0] votes{c} = {vote};" for c, vote in enumerate(votes)]
+    conditions = (
+        " && ".join(f"votes{c} >= votes{other}" for other in range(c + 1, classes)) for c in range(classes - 1)
+    )
+    label = " : ".join([*(f"{condition} ? {c}" for c, condition in enumerate(conditions)), str(classes - 1)])
+    lines += [f"assign y = {before};", f"assign label = {label};"]
+    ports = f"input [{circuit.inputs - 1}:0] x, output [{circuit.outputs - 1}:0] y, output [1:0] label"
+    return "\n".join([f"module wanted({ports});", *lines, "endmodule", ""])
+
+
+@needs_yosys
+def test_yosys_proves_that_the_simplified_circuit_and_its_votes_equal_the_truth_tables(tmp_path):
+    source, wanted = SMALL.netlist().simplify().to_verilog(classes=3), by_tables(SMALL, 3)
+    (gate,) = re.findall(r"wire g9 = (.*);", source)
+    sources = {"right": source, "wrong gate": source.replace(f"g9 = {gate}", f"g9 = ~({gate})")}
+    sources["wrong vote"] = source.replace("more0 = votes[5:3] > votes[2:0]", "more0 = votes[5:3] >= votes[2:0]")
+    assert len({*sources.values()}) == 3
+    proof = "proc; flatten; miter -equiv wanted circuit miter; flatten; sat -verify -prove trigger 0 miter"
+    for name, source in sources.items():
+        (tmp_path / "proof.v").write_text(source + wanted)
+        done = subprocess.run(
+            ["yosys", "-p", f"read_verilog proof.v; {proof}"], cwd=tmp_path, capture_output=True, text=True
+        )
+        wanted_message = "SUCCESS!" if name == "right" else "proof did fail!"
+        assert wanted_message in done.stdout + done.stderr, name
+        assert (done.returncode == 0) == (name == "right")
+
+
+@needs_icarus
+def test_a_pipeline_gives_the_labels_of_ten_thousand_samples(tmp_path):
+    sizes = [64, 100, 100, 50]
+    layers = [(random.integers(0, 16, n), Wires.random(m, n, seed=n)) for m, n in itertools.pairwise(sizes)]
+    circuit, bits = Circuit.of(layers), random.random((10_000, 64)) < 0.5
+    source = circuit.netlist().simplify().to_verilog(classes=10, registers=2)
+    labels = in_icarus(source, bits, 4, tmp_path, port="label") @ [1, 2, 4, 8]
+    assert np.array_equal(labels, circuit(bits).reshape(-1, 10, 5).sum(axis=2).argmax(axis=1))
 
 
 REFUSED = {
