@@ -188,6 +188,7 @@ def gates_run(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(logic, "TIMED_SECONDS", 0.01)
             patch.setattr(logic, "TIMED_SAMPLES", 64)
+            patch.setattr(logic, "MOST_MAPPED", 200)
             patch.setattr("builtins.print", lambda *words, **options: output.append(" ".join(map(str, words))))
             code = train.main([experiment, *options, "--run-dir", str(folder)])
         return code, "\n".join(output), folder

@@ -1,8 +1,12 @@
 """The report on a trained logic network."""
 
 import functools
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +15,11 @@ from flax import nnx
 
 from experiments.configs.logic import GateConfig, LogicConfig
 from experiments.data.datasets import Dataset
+from experiments.output.errors import BrokenRun, UserError, warn_of_failure
 from experiments.output.files import written
 from experiments.training import pictures
 from experiments.training.compiled import AnyCircuit, compiled, measured
+from experiments.training.synthesis import DEVICES, YOSYS, synthesize
 from jaxbp import Netlist, pack_bits
 from jaxbp.logic.tables import columns, row_source
 from jaxbp.nn import LogicNetwork
@@ -21,6 +27,8 @@ from jaxbp.training.loop import LEAST_SECONDS
 
 FILES = ("gates.png", "circuit.c", "circuit.v")
 TIMED_SAMPLES, TIMED_SECONDS, MOST_CALLS = 8192, 0.3, 10_000
+MOST_MAPPED, MAPPING_SECONDS = 10_000, 60.0
+"""Yosys maps circuits of at most this number of gates and outputs, which takes about 10 s, and is stopped later."""
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
@@ -61,13 +69,30 @@ def write_report(
         to_verilog = functools.partial(evaluated.to_verilog, "circuit", classes=model.classes)
         written(config.run_dir / "circuit.v", lambda: (comment + to_verilog()).encode())
     accuracy = accuracies(model, circuit, bits, dataset.test_labels, config.batch_size)
-    return "\n".join([accuracy, *lines, speeds(evaluated, bits)])
+    return "\n".join([accuracy, *lines, *lookup_tables(evaluated, model.classes), speeds(evaluated, bits)])
 
 
 def accuracies(model: nnx.Module, circuit: AnyCircuit, bits: np.ndarray, labels: np.ndarray, batch_size: int) -> str:
     relaxed = np.mean(relaxed_predictions(model, bits, batch_size) == labels)
     hardened = np.mean(hardened_predictions(circuit, bits, model.classes) == labels)
     return f"relaxed test accuracy {relaxed:.4f}, hardened {hardened:.4f}"
+
+
+def lookup_tables(circuit: AnyCircuit, classes: int) -> list[str]:
+    """Return a line with the numbers of lookup tables, if the circuit is small and Yosys is on PATH."""
+    gates = len(circuit) if isinstance(circuit, Netlist) else circuit.placed_gates
+    if gates + circuit.outputs > MOST_MAPPED or shutil.which(YOSYS) is None:
+        return []
+    netlist, device = circuit.netlist().simplify(), DEVICES["ice40"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _, parts = synthesize(netlist, classes, device, Path(folder), timeout=MAPPING_SECONDS)
+    except (OSError, subprocess.SubprocessError, BrokenRun, UserError) as error:
+        warn_of_failure("the number of lookup tables", error)
+        return []
+    tables = f"{parts['gates'].tables:,} for the gates and {parts['votes'].tables:,} for the votes"
+    depth = f"at most {parts['circuit'].depth:,} one after another"
+    return [f"lookup tables of {device.inputs} inputs: {tables}, {depth} (Yosys, {device.title})"]
 
 
 def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:

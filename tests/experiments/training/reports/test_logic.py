@@ -4,9 +4,12 @@ import re
 import numpy as np
 import pytest
 from hardened_report import HardenedReport
+from verilog import needs_yosys
 
 from experiments import train
+from experiments.training.reports import logic
 from experiments.training.reports.logic import hints
+from jaxbp import Netlist
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,21 @@ def test_the_c_of_a_table_says_what_its_bits_and_rows_are(finished_table):
     assert re.match(r"// x\[0\]: x above -\d\.\d+\n", code) and "]: b */ missing\n" in code
     for line in ("row[2] is color (0 for 'blue', 1 for 'red').", "The classes are 0 for 'a', 1 for 'b', 2 for 'c'."):
         assert f"// {line}\n" in code
+
+
+@needs_yosys
+def test_the_lookup_tables_of_a_small_circuit_are_counted(finished, finished_table):
+    assert re.search(
+        r"^lookup tables of 4 inputs: \d+ for the gates and \d+ for the votes", finished_table[1], re.MULTILINE
+    )
+    assert "lookup tables" not in finished[1]
+
+
+@needs_yosys
+def test_a_failure_of_yosys_is_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(logic, "MAPPING_SECONDS", 0.001)
+    assert logic.lookup_tables(Netlist.from_gates(2, [1], [0], [1], [2]), 1) == []
+    assert "warning: the number of lookup tables failed, and is left out (TimeoutExpired" in capsys.readouterr().err
 
 
 def test_a_table_with_other_categories_does_not_resume(finished_table, tmp_path, capsys):
