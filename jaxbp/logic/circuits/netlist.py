@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -27,6 +28,13 @@ from jaxbp.logic.wires.wires import bounded_count, require_below
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
+_WITH_INVERTED = np.array(
+    [
+        [[[FUNCTIONS[g](3 ^ 15 * a, 5 ^ 15 * b) & 15 ^ 15 * y for g in range(GATES)] for b in (0, 1)] for a in (0, 1)]
+        for y in (0, 1)
+    ]
+)
+"""The function of each gate if its output, its input a, or its input b is inverted."""
 GATES_AT_A_TIME = 4096
 """The approximate number of gates per block of outputs. Their values should fit into the CPU's cache."""
 SAMPLES_AT_A_TIME = 32 * WORD_BITS
@@ -347,8 +355,8 @@ class _Builder:
         such literal exists."""
         first, second = sorted((a >> 1, b >> 1))
         # Replace nodes by the nodes that they read, if at most two nodes remain.
-        below = self._sources(second)
-        is_replaced = 0 < first < second and len(below) == 2 and (first in below or below == self._sources(first))
+        below = self.gates.get(second, _INPUT)[1:]
+        is_replaced = below and 0 < first < second and (first in below or below == self.gates.get(first, _INPUT)[1:])
         if is_replaced:
             first, second = below
         function = FUNCTIONS[function](self._function(a, first, second), self._function(b, first, second)) & 15
@@ -362,9 +370,6 @@ class _Builder:
         if not (first and second):
             return 2 * (first or second) + inverted
         return 2 * self._node((function ^ 15 * inverted, first, second)) + inverted
-
-    def _sources(self, node: int) -> tuple[int, ...]:
-        return self.gates.get(node, _INPUT)[1:]
 
     def _function(self, literal: int, first: int, second: int) -> int:
         """Return the number of the function, 0 to 15, by which a literal (node or inverted node) depends on the nodes
@@ -387,38 +392,41 @@ class _Builder:
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], int] | None:
         function, first, second = gate
         tables = self.tables[first], self.tables[second]
-        leaves = sorted({*tables[0][0], *tables[1][0]})
+        leaves = {*tables[0][0], *tables[1][0]}
         if len(leaves) > TABULATED_LEAVES:
             return None
+        leaves = sorted(leaves)
         a, b = (truth_tables.widened(table, variables, leaves) for variables, table in tables)
         return truth_tables.reduced(FUNCTIONS[function](a, b) & (1 << (1 << len(leaves))) - 1, leaves)
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
-        live = plain | inverted
-        for node in reversed(self.gates):
-            if node in live:
-                live.update(self._sources(node))
-        turned = (inverted - plain) & self.gates.keys()
-        source_of = {2 * (1 + i): i for i in range(self.inputs)}  # literal -> source
-        gates = []
-
-        def add(literal, function, a, b):
-            source_of[literal] = self.inputs + len(gates)
-            gates.append((function, a, b))
-
-        for node, (function, first, second) in self.gates.items():
-            if node in live:
-                of = FUNCTIONS[function](3 ^ 15 * (first in turned), 5 ^ 15 * (second in turned)) & 15
-                a, b = (source_of[2 * source + (source in turned)] for source in (first, second))
-                add(2 * node + (node in turned), of ^ 15 * (node in turned), a, b)
+        begin = 1 + self.inputs
+        functions, first, second = np.array(list(self.gates.values()), int).reshape(-1, 3).T
+        live, turned = bytearray(begin + len(functions)), np.zeros(begin + len(functions), int)
         for literal in outputs:
-            if literal <= 1 and literal not in source_of:
-                add(literal, 15 * literal, 0, 0)
-            elif literal not in source_of:
-                add(literal, 12, source_of[literal - 1], source_of[literal - 1])
-        functions, a, b = np.array(gates, int).reshape(-1, 3).T
-        return Netlist.from_gates(self.inputs, functions, a, b, [source_of[literal] for literal in outputs])
+            live[literal >> 1] = turned[literal >> 1] = 1
+        turned[[literal >> 1 for literal in outputs if not literal & 1]] = turned[:begin] = 0
+        for node, a, b in zip(
+            range(len(live) - 1, begin - 1, -1), *(x[::-1].tolist() for x in (first, second)), strict=True
+        ):
+            if live[node]:
+                live[a] = live[b] = 1
+        kept = np.flatnonzero(np.frombuffer(live, np.uint8)[begin:])
+        source = np.arange(-1, self.inputs + len(functions))
+        source[begin + kept] = self.inputs + np.arange(kept.size)
+        functions, first, second = functions[kept], first[kept], second[kept]
+        functions = _WITH_INVERTED[turned[begin + kept], turned[first], turned[second], functions]
+        gates = GateList(self.inputs)
+        gates.add(functions, source[first], source[second])
+
+        @functools.cache
+        def result(literal):
+            node, inverted = literal >> 1, literal & 1
+            if not node:
+                return gates.add(15 * inverted, 0, 0)
+            return source[node] if turned[node] == inverted else gates.add(12, source[node], source[node])
+
+        return gates.netlist([int(result(literal)) for literal in outputs])
 
 
 def _runs(*keys: np.ndarray) -> list[np.ndarray]:
