@@ -137,6 +137,12 @@ typedef struct { $wire y, a, b; } ${name}_gate;
   }
 $functions
 
+/* A function, and the number of its gates in the table of gates. They follow the gates of the step before. Calls
+   through this table keep the code small, so that compilers are fast. */
+typedef struct {
+  void (*function)(const ${name}_gate *, size_t, const uint32_t *, uint32_t *);
+  size_t n;
+} ${name}_step;
 $definitions
 static const uint32_t ${name}_outputs[] = {$output_rows};
 
@@ -240,8 +246,11 @@ class CSource:
     def __init__(self, name: str):
         self.name = name
         self._functions: dict[int, str] = {}
+        self._gates: list[str] = []
+        self._steps: list[str] = []
         self._definitions: list[str] = []
         self._calls: list[str] = []
+        self._rows = None
         self._wire = "uint16_t"
 
     def add_gates(self, function: int, reads: int, writes: int, gates: np.ndarray) -> None:
@@ -249,35 +258,55 @@ class CSource:
 
         They read the rows `reads + a` and `reads + b`, and write the row `writes + y`.
         """
-        name, table = self.name, f"{self.name}_table{len(self._definitions)}"
+        name = self.name
         expression = EXPRESSIONS[function].format(a="a[k]", b="b[k]", zero="0", one="~(uint32_t)0")
         self._functions[function] = f"{name}_FUNCTION({name}_function{function}, {expression})"
-        lines = "".join(f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist())
-        definition = f"static const {name}_gate {table}[] = {{\n{lines}}};"
-        self.add_call(definition, f"{name}_function{function}", table, str(len(gates)), reads=reads, writes=writes)
+        self._gates += [f"  {{{y}, {a}, {b}}},\n" for y, a, b in gates.tolist()]
+        self._steps.append(f"  {{{name}_function{function}, {len(gates)}}},\n")
         if gates.max() >= 2**16:
             self._wire = "uint32_t"
+        if self._rows != (reads, writes):
+            self._rows = reads, writes
+            self._calls.append("")
+        step = f"step->function(gates, step->n, {_row(reads)}, {_row(writes)}), gates += step->n, step++;"
+        self._calls[-1] = f"  while (step < {name}_steps + {len(self._steps)}) {step}"
 
     def add_call(self, definition: str, function: str, *arguments: str, reads: int, writes: int) -> None:
         """Add a definition and a call. The last two arguments of the call are the rows `reads` and `writes`."""
-        rows = (f"values + block * {row}" if row else "values" for row in (reads, writes))
         self._definitions.append(definition)
-        self._calls.append(f"  {function}({', '.join([*arguments, *rows])});")
+        self._calls.append(f"  {function}({', '.join([*arguments, _row(reads), _row(writes)])});")
+        self._rows = None
 
     def text(self, inputs: int, outputs: Sequence[int], rows: int, classes: int | None) -> str:
         """Return the source described in `BitCircuit.to_c`. `outputs` has the row of each output."""
         sizes = dict(name=self.name, inputs=inputs, outputs=len(outputs), rows=rows)
+        definitions, calls = self._definitions, self._calls
+        if self._steps:
+            tables = {"gate": self._gates, "step": self._steps}
+            definitions = definitions + [
+                f"static const {self.name}_{kind} {self.name}_{kind}s[] = {{\n{''.join(lines)}}};"
+                for kind, lines in tables.items()
+            ]
+            pointers = (
+                f"const {self.name}_{kind} *{pointer} = {self.name}_{kind}s;"
+                for kind, pointer in (("gate", "gates"), ("step", "step"))
+            )
+            calls = [f"  {' '.join(pointers)}", *calls]
         source = _C_SOURCE.substitute(
             sizes,
             wire=self._wire,
             functions="\n".join(self._functions[function] for function in sorted(self._functions)),
-            definitions="\n".join(self._definitions),
-            calls="\n".join(self._calls),
+            definitions="\n".join(definitions),
+            calls="\n".join(calls),
             output_rows=", ".join(map(str, outputs)),
         )
         if classes is None:
             return source
         return source + _C_CLASSIFY.substitute(sizes, last_class=classes - 1, **class_sizes(len(outputs), classes))
+
+
+def _row(row: int) -> str:
+    return f"values + block * {row}" if row else "values"
 
 
 def class_sizes(outputs: int, classes: int) -> dict[str, int]:

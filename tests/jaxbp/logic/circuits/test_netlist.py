@@ -202,24 +202,24 @@ def test_compiled_c_gives_the_same_words(tmp_path, netlist):
     assert np.array_equal(compiled(netlist, shutil.which("cc"), tmp_path)(x), y)
 
 
-def tables_and_rows(source):
+def steps_and_rows(source):
     (rows,) = re.findall(r"memory\[\w+ \* \((\d+) ", source)
-    return len(re.findall(r"^static const circuit_gate ", source, re.MULTILINE)), int(rows)
+    return len(re.findall(r"^  {circuit_function", source, re.MULTILINE)), int(rows)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_c_of_many_gates_computes_one_group_of_outputs_after_the_other(tmp_path, monkeypatch):
     netlist, x = Netlist.of(CIRCUIT), random.integers(0, 2**32, (14, 2), np.uint32)
-    together = tables_and_rows(netlist.to_c())
+    together = steps_and_rows(netlist.to_c())
     monkeypatch.setattr("jaxbp.logic.circuits.netlist.GATES_AT_A_TIME", 10)
-    tables, rows = tables_and_rows(netlist.to_c())
-    assert tables > together[0] and rows < together[1]
+    steps, rows = steps_and_rows(netlist.to_c())
+    assert steps > together[0] and rows < together[1]
     assert np.array_equal(compiled(netlist, shutil.which("cc"), tmp_path)(x), netlist.evaluate(x))
 
 
 def test_c_uses_the_rows_of_values_again():
     chain = Netlist.from_gates(2, [14] * 100, [0, *range(2, 101)], [1] * 100, [101])
-    assert tables_and_rows(chain.to_c())[1] == 4
+    assert steps_and_rows(chain.to_c())[1] == 4
 
 
 @pytest.mark.parametrize("netlist", WRITTEN.values(), ids=WRITTEN)
