@@ -3,7 +3,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,10 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 
 
 def compiled_classifier(
-    circuit: AnyCircuit, classes: int, compiler: str, folder: Path
+    circuit: AnyCircuit, classes: int, compiler: str, folder: Path, flags: Sequence[str] = ()
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return compiled C code that maps samples, packed 32 per word as `(inputs, words)`, to classes."""
-    function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
+    function = load(circuit.to_c("circuit", classes), compiler, folder, flags).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
 
@@ -77,10 +77,10 @@ def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.nda
         ticks *= 2
 
 
-def load(source: str, compiler: str, folder: Path) -> ctypes.CDLL:
+def load(source: str, compiler: str, folder: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     file, library = folder / "source.c", folder / "library.so"
     file.write_text(source)
-    done = subprocess.run([compiler, *FLAGS, str(file), "-o", str(library)], capture_output=True, text=True)
+    done = subprocess.run([compiler, *FLAGS, *flags, str(file), "-o", str(library)], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{compiler} ended with {done.returncode}: {done.stderr or done.stdout}")
     return ctypes.CDLL(str(library))

@@ -1,0 +1,74 @@
+"""Measure how fast the C code of a logic run's circuit classifies, for vector registers of 128, 256, and 512 bits."""
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from experiments.configs import LogicConfig, LogicConvConfig
+from experiments.output.errors import UserError, refuse_unwritable, run_command
+from experiments.output.results import keep, provenance
+from experiments.training.compiled import compiled_classifier
+from experiments.training.run_directory import load
+from jaxbp.logic.circuits.bits import WORD_BITS
+
+MACHINES = {128: "x86-64", 256: "x86-64-v3", 512: "x86-64-v4"}
+"""The value of the compiler's option -march for each size of vector registers, in bits."""
+WORDS, ROUNDS = 4096, 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VectorRegistersConfig:
+    """Measures how many samples per second the C code of a logic run's circuit classifies on one core."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    json: Path | None = None
+    """JSON file for the results."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    module = "experiments.studies.vector_registers"
+    return run_command(_main, VectorRegistersConfig, module, args, description=VectorRegistersConfig.__doc__)
+
+
+def _main(config: VectorRegistersConfig, command: str) -> int:
+    refuse_unwritable(config.json)
+    if (compiler := shutil.which("gcc")) is None:
+        raise UserError("gcc is not on PATH; wants gcc 12 or newer for x86-64")
+    trained, model = load(config.run_dir)
+    if not isinstance(trained, LogicConfig | LogicConvConfig):
+        raise UserError(f"{config.run_dir} is a run of {trained.name}; wants a run of logic or logic-conv")
+    netlist, rows = model.harden().netlist().simplify(), []
+    x = np.random.default_rng(0).integers(0, 2**32, (netlist.inputs, WORDS), np.uint32)
+    for bits, machine in MACHINES.items():
+        flags = (f"-march={machine}", f"-mprefer-vector-width={bits}")
+        with tempfile.TemporaryDirectory() as folder:
+            classify = compiled_classifier(netlist, trained.classes, compiler, Path(folder), flags)
+            rows.append({"vector_bits": bits, "flags": " ".join(flags), "samples_per_second": speed(classify, x)})
+        print(f"{bits} bits: {rows[-1]['samples_per_second']:,.0f} samples/s", flush=True)
+    if config.json is not None:
+        keep(
+            provenance(command) | {"gate_count": len(netlist), "samples": WORD_BITS * WORDS, "rows": rows}, config.json
+        )
+    return 0
+
+
+def speed(classify: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> float:
+    """Return the samples per second of processor time, the median over rounds, so that other processes matter less."""
+    times = []
+    for _ in range(1 + ROUNDS):  # The first round is a warm-up.
+        start = time.process_time()
+        classify(x)
+        times.append(time.process_time() - start)
+    return WORD_BITS * x.shape[1] / float(np.median(times[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
