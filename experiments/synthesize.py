@@ -15,7 +15,7 @@ from experiments.configs import LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError, run_command
 from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
-from experiments.training.run_directory import load
+from experiments.training.run_directory import load, read_metrics
 from experiments.training.synthesis import DEVICES, TARGET_MHZ, YOSYS, command_line, place, synthesize, version
 
 
@@ -53,6 +53,7 @@ def _main(config: SynthesizeConfig, command: str) -> int:
         "chip": device.title,
         "device_option": config.device,
         "table_inputs": device.inputs,
+        "test_accuracy": read_metrics(config.run_dir)[-1]["test_accuracy"],
         "gate_count": len(netlist),
         "levels_per_register": config.registers,
     }

