@@ -92,13 +92,16 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "gib": ("", lambda row: change(row, "peak_bytes")),
     # Circuits on programmable chips.
     "chip": ("`--device`", lambda run: f"[`{run['device_option']}`](results/{run['file']}.json), {run['chip']}"),
-    "table_inputs": ("inputs per table", lambda run: str(run["table_inputs"])),
-    "gate_count": ("gates", lambda run: f"{run['gate_count']:,}"),
-    "gate_tables": ("tables of the gates", lambda run: f"{run['gates']['tables']:,}"),
-    "vote_tables": ("tables of the votes", lambda run: f"{run['votes']['tables']:,}"),
-    "gate_depth": ("depth of the gates", lambda run: str(run["gates"]["depth"])),
-    "circuit_depth": ("depth with the votes", lambda run: str(run["circuit"]["depth"])),
+    "levels": ("`--registers`", lambda run: str(run["levels_per_register"] or "none")),
+    "gate_tables": ("tables of {table_inputs} inputs, gates", lambda run: f"{run['gates']['tables']:,}"),
+    "vote_tables": ("tables of {table_inputs} inputs, votes", lambda run: f"{run['votes']['tables']:,}"),
+    "circuit_depth": ("depth in tables", lambda run: str(run["circuit"]["depth"])),
+    "registers": ("registers", lambda run: f"{run['circuit']['registers']:,}"),
+    "cycles": ("clock cycles", lambda run: str(run["latency_cycles"] or 1)),
     "megahertz": ("MHz", lambda run: f"{run['megahertz']:.1f}" if "megahertz" in run else ""),
+    "nanoseconds": ("latency, ns", lambda run: f"{run['latency_nanoseconds']:.0f}" if "megahertz" in run else ""),
+    "vector_bits": ("bits per vector register", lambda row: str(row["vector_bits"])),
+    "samples_per_second": ("samples/s", lambda row: f"{row['samples_per_second']:,.0f}"),
 }
 """Columns that pages name: the heading, with fields of the run, and a function from a row or a run to the cell."""
 
