@@ -53,7 +53,7 @@ def _main(config: SynthesizeConfig, command: str) -> int:
         "chip": device.title,
         "device_option": config.device,
         "table_inputs": device.inputs,
-        "test_accuracy": read_metrics(config.run_dir)[-1]["test_accuracy"],
+        "test_accuracy": read_metrics(config.run_dir)[-1].test_accuracy,
         "gate_count": len(netlist),
         "levels_per_register": config.registers,
     }

@@ -8,6 +8,7 @@ from experiments import synthesize
 from experiments.configs import LogicConfig
 from experiments.training import synthesis
 from experiments.training.synthesis import Part, Synthesized
+from jaxbp.training.loop import Metrics
 
 PARTS = {"gates": Part(1632, 0, 3), "votes": Part(4216, 0), "circuit": Part(5848, 0, 33)}
 
@@ -22,7 +23,8 @@ def built():
 def untrained(built, monkeypatch):
     """A logic run that was not trained, on a machine with the tools."""
     monkeypatch.setattr(synthesize, "load", lambda path: built)
-    monkeypatch.setattr(synthesize, "read_metrics", lambda path: [{"test_accuracy": 0.1}, {"test_accuracy": 0.9}])
+    metrics = [Metrics(epoch, 10 * epoch, 1.0, 0.5, 1.0, 0.1 + 0.4 * epoch, 1.0, 1.0, 1.0) for epoch in (1, 2)]
+    monkeypatch.setattr(synthesize, "read_metrics", lambda path: metrics)
     monkeypatch.setattr(synthesis.shutil, "which", lambda name: None)
     monkeypatch.setattr(synthesis.importlib.util, "find_spec", lambda name: name)
 
