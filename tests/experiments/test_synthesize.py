@@ -23,10 +23,11 @@ def built():
 def untrained(built, monkeypatch):
     """A logic run that was not trained, on a machine with the tools."""
     monkeypatch.setattr(synthesize, "load", lambda path: built)
-    metrics = [Metrics(epoch, 10 * epoch, 1.0, 0.5, 1.0, 0.1 + 0.4 * epoch, 1.0, 1.0, 1.0) for epoch in (1, 2)]
+    metrics = [Metrics(epoch, 10 * epoch, 1.0, 0.5, 1.0, 0.1 + 0.4 * epoch, *[1.0] * 4) for epoch in (1, 2)]
     monkeypatch.setattr(synthesize, "read_metrics", lambda path: metrics)
     monkeypatch.setattr(synthesis.shutil, "which", lambda name: None)
     monkeypatch.setattr(synthesis.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(synthesis.metadata, "version", lambda name: "1.0")
 
 
 def main(monkeypatch, *args, parts=PARTS, latency=None):
@@ -46,7 +47,6 @@ def test_the_command_prints_the_figures(untrained, monkeypatch, capsys):
 
 
 def test_the_file_has_the_counts_and_the_versions_of_the_tools(untrained, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(synthesis.metadata, "version", lambda name: "1.0")
     file = tmp_path / "found.json"
     assert main(monkeypatch, "--json", str(file)) == 0
     report = json.loads(file.read_text())
