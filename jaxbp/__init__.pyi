@@ -29,6 +29,8 @@ from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d as logic_conv2d_or_po
 from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_backward as logic_conv2d_or_pool2d_backward
 from .logic.ops.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic_conv2d_or_pool2d_with_indices
 from .logic.ops.logic_conv2d import logic_or_pool2d as logic_or_pool2d
+from .logic.ops.lut_layer import lut_layer as lut_layer
+from .logic.ops.lut_layer import lut_layer_backward as lut_layer_backward
 from .logic.ops.wire_layer import wire_layer as wire_layer
 from .logic.ops.wire_layer import wire_layer_backward as wire_layer_backward
 from .logic.wires.automaton_wires import Automaton as Automaton

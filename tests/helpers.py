@@ -253,7 +253,8 @@ NAN_AT_INFINITY = {
     *("softmax", "log_softmax", "logsumexp", "var", "batch_norm", "group_norm", "layer_norm", "rms_norm"),
     *("layer_norm_linear", "softmax_cross_entropy", "linear_softmax_cross_entropy", "mlp_softmax_cross_entropy"),
     "dot_product_attention",
-    *("gate_layer", "wire_layer", "logic_conv2d", "logic_conv2d_or_pool2d", "automaton_step", "automaton_rollout"),
+    *("gate_layer", "lut_layer", "wire_layer", "logic_conv2d", "logic_conv2d_or_pool2d"),
+    *("automaton_step", "automaton_rollout"),
     # 0 inf, where zeros pad an image, or an argument is outside of the function's domain
     *("conv2d", "conv1d", "conv2d_relu_max_pool2d", "power"),
     *("binary_cross_entropy", "sigmoid_binary_cross_entropy", "kl_divergence"),

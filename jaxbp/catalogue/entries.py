@@ -1,5 +1,5 @@
 from jaxbp.common.cases import Entry
-from jaxbp.logic.ops import automaton_rollout, gate_layer, logic_conv2d, wire_layer
+from jaxbp.logic.ops import automaton_rollout, gate_layer, logic_conv2d, lut_layer, wire_layer
 from jaxbp.ops.attention import dot_product_attention
 from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import (
@@ -47,6 +47,7 @@ CATALOGUE: tuple[Entry, ...] = (
     *group_norm.ENTRIES,
     *dropout.ENTRIES,
     *gate_layer.ENTRIES,
+    *lut_layer.ENTRIES,
     *wire_layer.ENTRIES,
     *logic_conv2d.ENTRIES,
     *embedding.ENTRIES,

@@ -1,7 +1,7 @@
-"""Two-input logic gates, and their relaxation to real numbers (docs/logic_gates.md).
+"""Logic gates, and their relaxation to real numbers (docs/logic_gates.md).
 
-A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`. `jaxbp.logic.ops.gate_layer` numbers the functions of
-gates.
+A relaxed gate of two inputs computes `c0 + c1 * a + c2 * b + c3 * a * b`. `jaxbp.logic.ops.gate_layer` numbers the
+functions of these gates, and `jaxbp.logic.ops.lut_layer` the functions of gates with four inputs.
 """
 
 import functools
@@ -14,13 +14,14 @@ import numpy as np
 from jax import Array, lax
 from jax.lax import Precision
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, PRNGKeyArray, UInt8
+from jaxtyping import Bool, Float, PRNGKeyArray, UInt
 
 from jaxbp.common import checks
 from jaxbp.common.numerics import upcast
 
 Initialization = Literal["normal", "residual"]
 Parametrization = Literal["softmax", "input_wise", "walsh"]
+Arity = Literal[2, 4]
 
 GATES = 16
 PASS_THROUGH = 3
@@ -34,7 +35,7 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """`(1, A, B, A * B)` in each row of a truth table, for `A = 2 * a - 1` and `B = 2 * b - 1`."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""The matrix M of each parametrization. A truth table is `sigmoid(M @ parameters)`."""
+"""The matrix M of each parametrization, for gates of two inputs. A truth table is `sigmoid(M @ parameters)`."""
 TINY = 1e-20
 """Keeps logarithms of probabilities finite. Its products with gradients are not subnormal."""
 
@@ -68,24 +69,33 @@ def softmax_gradient(dp: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `r @ INTERPOLATION`. Here `r = sigmoid(M @ parameters)` has the
-    four rows of the gate's relaxed truth table, and M is `BASES[parametrization]`."""
-    return _times(_rows(parameters, parametrization), INTERPOLATION)
+    """Return the coefficients c0 to c3 of each gate, `truth_tables(parameters) @ INTERPOLATION`."""
+    return _times(truth_tables(parameters, parametrization=parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
+    """Return the gradient with respect to the parameters, `truth_tables_backward(INTERPOLATION @ dc, parameters)`."""
+    return truth_tables_backward(_times(dc, INTERPOLATION.T), parameters, parametrization=parametrization)
+
+
+def truth_tables(parameters: Array, *, parametrization: str) -> Array:
+    """Return the relaxed truth table of each gate, `r = sigmoid(M @ parameters)`, which has one row per value of the
+    inputs. M is `BASES[parametrization]`, or with 16 parameters, its Kronecker product with itself."""
+    return jax.nn.sigmoid(_times(upcast(parameters), _basis(parameters, parametrization).T))
+
+
+def truth_tables_backward(dr: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return the gradient `Σ_k r_k * (1 - r_k) * dr_k * M_k` with respect to the parameters.
 
-    Here r and M are as in `of_rows`, M_k is row k of M, and dc is the gradient with respect to `r @ INTERPOLATION`, so
-    that `dr = INTERPOLATION @ dc`.
+    Here r and M are as in `truth_tables`, and M_k is row k of M.
     """
-    row = _rows(parameters, parametrization)
-    dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
-    return _times(dsums, BASES[parametrization]).astype(parameters.dtype)
+    row = truth_tables(parameters, parametrization=parametrization)
+    return _times(dr * row * (1 - row), _basis(parameters, parametrization)).astype(parameters.dtype)
 
 
-def _rows(parameters, parametrization):
-    return jax.nn.sigmoid(_times(upcast(parameters), BASES[parametrization].T))
+def _basis(parameters, parametrization):
+    basis = BASES[parametrization]
+    return basis if parameters.shape[-1] == len(basis) else np.kron(basis, basis)
 
 
 def _times(a, constant):
@@ -100,6 +110,7 @@ def initial_logits(
     parametrization: Parametrization = "softmax",
     residual_logit: float | None = None,
     dtype: DTypeLike = jnp.float32,
+    arity: Arity = 2,
 ) -> Float[Array, "gates parameters"]:
     """Return parameters to start training from.
 
@@ -108,29 +119,36 @@ def initial_logits(
       residual_logit: for `parametrization="softmax"`, the logit of the function a, by default 5 (probability 0.91).
         Other logits are 0. For other parametrizations, each entry of the truth table is the sigmoid of plus or minus
         this number, by default log 19 (0.95 or 0.05).
+      arity: the number of inputs per gate. With 4, the parametrization is one of `jaxbp.lut_layer`.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
     op = "initial_logits"
-    _check_choice(op, "parametrization", parametrization, Parametrization)
-    _check_choice(op, "initialization", initialization, Initialization)
+    parameters = parameters_of(op, parametrization, arity)
+    _check_choice(op, "initialization", initialization, get_args(Initialization))
     if initialization == "normal":
-        return jax.random.normal(key, (gates, PARAMETERS[parametrization]), dtype)
+        return jax.random.normal(key, (gates, parameters), dtype)
     if parametrization == "softmax":
         one = jnp.zeros(GATES).at[PASS_THROUGH].set(5.0 if residual_logit is None else residual_logit)
-    else:
-        row = math.log(19.0) if residual_logit is None else residual_logit
-        row = row * (2.0 * TRUTH_TABLES[PASS_THROUGH] - 1)
-        one = jnp.asarray(row if parametrization == "input_wise" else row @ WALSH / 4)
-    return jnp.tile(one.astype(dtype), (gates, 1))
+        return jnp.tile(one.astype(dtype), (gates, 1))
+    row = math.log(19.0) if residual_logit is None else residual_logit
+    is_on = np.arange(parameters) >= parameters // 2  # in the last half of the rows, a is 1
+    return jnp.tile(_of_logits(jnp.where(is_on, row, -row).astype(dtype), parametrization), (gates, 1))
+
+
+def _of_logits(rows, parametrization):
+    # The rows of the basis are orthogonal.
+    basis = _basis(rows, parametrization)
+    return rows if parametrization == "input_wise" else _times(rows, basis) / len(basis)
 
 
 def harden(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
-) -> UInt8[Array, "*kernels gates"]:
+) -> UInt[Array, "*kernels gates"]:
     """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
-    For other parametrizations than "softmax", each entry of the truth table is rounded to 0 or 1, and 0.5 to 0.
+    For other parametrizations than "softmax", each entry of the truth table is rounded to 0 or 1, and 0.5 to 0. They
+    may have 16 parameters per gate. Then, gates have four inputs, and numbers from 0 to 65535 (see `jaxbp.lut_layer`).
 
     Raises:
       TypeError: the logits are not floating.
@@ -138,7 +156,8 @@ def harden(
         NaN.
     """
     (logits,) = checks.floating("harden", logits=logits)
-    check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
+    arity = 4 if parametrization in BASES and logits.shape[-1:] == (16,) else 2
+    check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2], arity=arity)
     if not isinstance(logits, jax.core.Tracer) and (count := int(_count_with_nan(logits))):
         raise ValueError(f"harden: the logits of {count} gates contain NaN; wants logits without NaN")
     return _harden(logits, parametrization)
@@ -154,36 +173,42 @@ def _count_with_nan(logits):
 def _harden(logits, parametrization):
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
-    row = logits if parametrization == "input_wise" else _times(upcast(logits), WALSH.T)
-    return jnp.sum((row > 0) * np.array([8, 4, 2, 1]), axis=-1).astype(jnp.uint8)
+    row = (
+        upcast(logits) if parametrization == "input_wise" else _times(upcast(logits), _basis(logits, parametrization).T)
+    )
+    bits = 1 << np.arange(row.shape[-1])[::-1]
+    return jnp.sum((row > 0) * bits, axis=-1).astype(jnp.uint8 if len(bits) == 4 else jnp.uint16)
 
 
 def hard_logits(
-    gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
+    gates: UInt[Array, "*kernels gates"],
+    parametrization: Parametrization = "softmax",
+    dtype: DTypeLike = jnp.float32,
+    arity: Arity = 2,
 ) -> Float[Array, "*kernels gates parameters"]:
     """Return parameters that `harden` maps to `gates`. For inputs 0 and 1, relaxed gates with these parameters return
     exactly the outputs of `gates`."""
-    return _hard_logits(gates, parametrization, jnp.dtype(dtype))
+    parameters_of("hard_logits", parametrization, arity)
+    return _hard_logits(gates, parametrization, jnp.dtype(dtype), arity)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _hard_logits(gates, parametrization, dtype):
-    row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _hard_logits(gates, parametrization, dtype, arity):
     if parametrization == "softmax":
         return jnp.where(gates[..., None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
-    large = jnp.asarray(2.0**10, dtype) * (2 * row - 1)
-    return large if parametrization == "input_wise" else _times(large, WALSH) / 4
+    row = jnp.asarray(gates, jnp.int32)[..., None] >> np.arange(2**arity)[::-1] & 1
+    return _of_logits(jnp.asarray(2.0**10, dtype) * (2 * row.astype(dtype) - 1), parametrization)
 
 
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
     """Return the variance of each gate: the sum of `r * (1 - r)` over the entries r of its relaxed truth table."""
-    _check_choice("variance", "parametrization", parametrization, Parametrization)
+    _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
         rows = _times(jax.nn.softmax(upcast(logits)), TRUTH_TABLES)
     else:
-        rows = _rows(logits, parametrization)
+        rows = truth_tables(logits, parametrization=parametrization)
     return jnp.sum(rows * (1 - rows), axis=-1)
 
 
@@ -200,13 +225,13 @@ def straight_through(
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.
     """
-    _check_choice("straight_through", "parametrization", parametrization, Parametrization)
+    _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
     hard = hard[..., None]
     if parametrization == "softmax":
         relaxed = jax.nn.softmax(upcast(logits))
         probabilities = jnp.where(hard, with_gradient_of(relaxed, one_hot_of_largest(logits)), relaxed)
     else:
-        row = _rows(logits, parametrization)
+        row = truth_tables(logits, parametrization=parametrization)
         row = jnp.where(hard, with_gradient_of(row, (row > 0.5).astype(row.dtype)), row)[..., None, :]
         probabilities = jnp.prod(jnp.where(TRUTH_TABLES, row, 1 - row), axis=-1)
     return jnp.log(probabilities + TINY)
@@ -253,11 +278,19 @@ def check_parameters(
     *,
     name: str = "logits",
     kernels: tuple[int, ...] = (),
+    arity: Arity = 2,
 ) -> None:
-    _check_choice(op, "parametrization", parametrization, Parametrization)
-    checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
+    checks.shape(op, name, logits, *kernels, gates, parameters_of(op, parametrization, arity))
+
+
+def parameters_of(op: str, parametrization: Any, arity: Any = 2) -> int:
+    """Return the number of parameters per gate. Raise an error that names `op` if gates with this number of inputs lack
+    the parametrization."""
+    _check_choice(op, "arity", arity, get_args(Arity))
+    _check_choice(op, "parametrization", parametrization, tuple(BASES) if arity == 4 else get_args(Parametrization))
+    return 16 if arity == 4 else PARAMETERS[parametrization]
 
 
 def _check_choice(op, name, value, choices):
-    if value not in get_args(choices):
-        raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(get_args(choices))}")
+    if value not in choices:
+        raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(map(str, choices))}")

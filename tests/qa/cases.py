@@ -22,7 +22,7 @@ from jaxbp.catalogue import (
     TreeWiresArgument,
     WiresArgument,
 )
-from jaxbp.logic.gates import PARAMETERS
+from jaxbp.logic.gates import BASES, PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
@@ -234,6 +234,13 @@ def _wires(random, entry):
     return Case((Argument((2 * gates, choices)), wires, Argument((*batch, inputs))))
 
 
+def _tables(random, entry):
+    gates, inputs = random.integers(1, 9), random.integers(1, 9)
+    batch = tuple(_size(random) for _ in range(random.integers(3)))
+    arguments = Argument((gates, 16)), WiresArgument(inputs, 2 * gates), Argument((*batch, inputs))
+    return Case(arguments, dict(parametrization=random.choice(list(BASES))))
+
+
 def _automaton(random, entry):
     channels, perception = random.integers(2, 5), (8, 4, 2)[: random.integers(1, 4)]
     kernels, update = random.integers(1, 4), []
@@ -301,6 +308,7 @@ _GEOMETRY: Mapping[str, Callable[[Draws, Entry], Case]] = {
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_indices"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
     "conv1d": _sequences,
+    "lut_layer": _tables,
     "wire_layer": _wires,
     "dot_product_attention": _attention,
     "softmax_cross_entropy": _cross_entropy,

@@ -13,7 +13,6 @@ The bits of a function's number, from the highest, are its values at (a, b) = (0
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,8 @@ from jaxbp.logic.ops._rows import (
     from_rows_of_kernels,
     rows_of_kernels,
     sum_over_consumers,
+    sums,
+    sums_over_examples,
 )
 from jaxbp.logic.ops.wire_layer import wire_layer
 from jaxbp.logic.wires.learned_wires import LearnedWires
@@ -70,10 +71,10 @@ def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array)
     along the axis read the same rows.
     """
     rows = barriers.on_cpu(rows)
-    dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
+    dc = jnp.stack(sums_over_examples(_terms, dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
     if shared:  # The terms of circuits that read the same rows are summed first.
-        dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
+        dy = [jnp.expand_dims(d, shared) for d in sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
         slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
         slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
@@ -87,40 +88,9 @@ def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array)
     return dc, barriers.on_cpu(sum_over_consumers(of_consumers, wires.offsets[::2], 2 * wires.gates, wires.max_fan_out))
 
 
-_MOST_PARTS = 16
-"""LLVM unrolls sums of up to this number of terms, and then uses vector instructions."""
-
-
-def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
-    def terms(dy, a, b):
-        da = dy * a
-        return dy, da, dy * b, da * b
-
-    def by_parts(*rows):
-        examples, axes = dy.shape[-1], [dy.ndim - 1]
-        parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
-        rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
-        return _in_one_loop(axes, *_in_one_loop(axes, *terms(*rows)))
-
-    def at_once(*rows):
-        return _one_by_one([dy.ndim - 1], *terms(*rows))
-
-    return lax.platform_dependent(dy, a, b, cpu=by_parts, default=at_once)
-
-
-def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
-    on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
-    return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
-
-
-def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
-    return [jnp.sum(term, axis=axes) for term in terms]
-
-
-def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    # On a CPU, separate sums are ten times slower.
-    zeros = [jnp.zeros((), term.dtype) for term in terms]
-    return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
+def _terms(dy: Array, a: Array, b: Array) -> tuple[Array, ...]:
+    da = dy * a
+    return dy, da, dy * b, da * b
 
 
 def _interleaved(pair: Array) -> Array:

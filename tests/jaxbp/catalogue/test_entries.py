@@ -375,7 +375,7 @@ def test_float32_kernels_lower_for_cuda_under_x64(name):
 
 @every_pair
 def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
-    if name in ("conv2d_relu_max_pool2d", "gate_layer", "wire_layer") and jax.__version_info__ < (0, 12):
+    if name in ("conv2d_relu_max_pool2d", "gate_layer", "lut_layer", "wire_layer") and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
     with on_the_cpu(), simulated():
         result = jax.block_until_ready(compiled(name, None, "pallas")(*drawn(name)))

@@ -146,6 +146,7 @@ CALLS = [
     ("dropout", small("dropout"), dict(broadcast_dims=(1,)), dict(rate=0.5)),
     ("gate_layer", (normal((6, 4))[0], *small("gate_layer")[1:]), dict(parametrization="walsh"), {}),
     ("gate_layer", small("gate_layer"), dict(groups=3), {}),
+    ("lut_layer", small("lut_layer"), dict(parametrization="walsh"), {}),
     ("logic_conv2d", (normal((2, 3, 4))[0], *small("logic_conv2d")[1:]), dict(parametrization="walsh"), {}),
     *(
         ("logic_conv2d_or_pool2d", (normal(logits)[0], *small("logic_conv2d_or_pool2d")[1:]), tested, dict(pool=(2, 1)))

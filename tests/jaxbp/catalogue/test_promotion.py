@@ -26,7 +26,7 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
 
 
 HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
-LOGIC = ("gate_layer", "wire_layer", "logic_conv2d", "automaton")
+LOGIC = ("gate_layer", "lut_layer", "wire_layer", "logic_conv2d", "automaton")
 """Ops whose results have the dtype of x or of the state."""
 CONVERTED = ("sigmoid_binary_cross_entropy",)
 """Ops that convert labels to the dtype of the logits, as Optax does."""

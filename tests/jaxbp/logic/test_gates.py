@@ -99,6 +99,15 @@ def test_residual_gates_are_as_sure_as_asked(parametrization, row):
     assert logits.tolist() == [row, row]
 
 
+@pytest.mark.parametrize("parametrization", logic_gates.BASES)
+def test_residual_gates_of_four_inputs_pass_on_their_a(parametrization):
+    logits = jaxbp.initial_logits(jax.random.key(0), 3, parametrization=parametrization, residual_logit=7.0, arity=4)
+    tables = logic_gates.truth_tables(logits, parametrization=parametrization)
+    np.testing.assert_allclose(tables, [1 / (1 + np.exp(np.repeat([7.0, -7.0], 8)))] * 3, rtol=1e-4)
+    assert jaxbp.harden(logits, parametrization).tolist() == [0x00FF] * 3
+    np.testing.assert_allclose(logic_gates.variance(logits, parametrization), (tables * (1 - tables)).sum(axis=-1))
+
+
 @every_parametrization
 def test_normal_logits_differ_by_key(parametrization):
     draw = functools.partial(jaxbp.initial_logits, gates=1000, initialization="normal", parametrization=parametrization)
