@@ -8,22 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import UInt8, UInt32
+from jaxtyping import UInt, UInt32
 
+from jaxbp.logic.circuits.expansion import expanded, gates_of
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
-from jaxbp.logic.gates import COEFFICIENTS, GATES
+from jaxbp.logic.gates import GATES
 from jaxbp.logic.wires.wires import Wires, require_chain
 
-_MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
+def bitwise_gate_layer(gates: UInt[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
+    """Evaluate a layer of gates, `(inputs, words) -> (gates, words)`. If x is a NumPy array, so is the result.
 
-def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of gates, `(inputs, words) -> (gates, words)`. If x is a NumPy array, so is the result."""
-    masks = _MASKS if isinstance(x, np.ndarray) else jnp.asarray(_MASKS)
-    # A gate's function is c0 + c1 * a + c2 * b + c3 * a * b, modulo 2.
-    c0, c1, c2, c3 = masks.T[:, gates].reshape(4, -1, *[1] * (x.ndim - 1))
-    a, b = x[wires.a], x[wires.b]
-    return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
+    If there are half as many gates as pairs in `wires`, gates have four inputs, as in `jaxbp.lut_layer`.
+    """
+    numpy = np if isinstance(x, np.ndarray) else jnp
+    a, b, pairs = x[wires.a], x[wires.b], wires.gates // len(gates)
+    shifts = np.arange(4**pairs)[::-1].reshape(-1, *[1] * x.ndim)
+    on = numpy.asarray(gates).astype(np.int32).reshape(-1, *[1] * (x.ndim - 1)) >> shifts & 1
+    rows = (-on).astype(x.dtype)  # for each row of the truth tables, words of ones or zeros
+    for value in (values[pair::pairs] for pair in range(pairs) for values in (a, b)):
+        low, high = numpy.split(rows, 2)  # for a value of 0 and of 1
+        rows = low ^ (value & (low ^ high))
+    return rows[0]
 
 
 def as_pairs(name: str, layers: Any) -> tuple[Any, ...]:
@@ -41,33 +47,39 @@ def gates_and_wires(name: str, layer: Any, kind: type) -> Sequence[Any]:
     return layer
 
 
-def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
+def gate_numbers(layer: str, gates: ArrayLike, *shape: int, functions: int = GATES) -> UInt[np.ndarray, "*shape"]:
     gates = np.asarray(gates)
     if not np.issubdtype(gates.dtype, np.integer):
         raise TypeError(f"{layer} has gates of dtype {gates.dtype}; wants integers")
-    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
+    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < functions):
         came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
-        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants shape {shape} and values from 0 to 15")
-    return gates.astype(np.uint8)
+        wanted = f"shape {shape} and values from 0 to {functions - 1}"
+        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants {wanted}")
+    return gates.astype(np.uint8 if functions == GATES else np.uint16)
 
 
 def _layer(name: str, layer: Any) -> tuple[np.ndarray, Wires]:
     gates, wires, *_ = gates_and_wires(name, layer, Wires)
+    if np.shape(gates) == (wires.gates / 2,):
+        return gate_numbers(name, gates, wires.gates // 2, functions=2**16), wires
     return gate_numbers(name, gates, wires.gates), wires
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(BitCircuit):
-    """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions, and its wires."""
+    """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions, and its wires.
 
-    layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
+    A layer with half as many gates as pairs of wires has gates of four inputs, as in `jaxbp.lut_layer`.
+    """
+
+    layers: Sequence[tuple[UInt[np.ndarray, "gates"], Wires]]
 
     def __post_init__(self):
         pairs = as_pairs("Circuit: layers", self.layers)
         layers = tuple(_layer(f"Circuit: layer {i}", layer) for i, layer in enumerate(pairs))
         if not layers:
             raise ValueError("Circuit: there are no layers; wants at least one layer")
-        require_chain("Circuit", "layer {}", [wires for _, wires in layers])
+        require_chain("Circuit", "layer {}", [(wires.inputs, len(gates)) for gates, wires in layers])
         object.__setattr__(self, "layers", layers)
 
     @classmethod
@@ -76,12 +88,13 @@ class Circuit(BitCircuit):
 
         Raises:
           TypeError: a layer is not such a pair, or its gates are not integers.
-          ValueError: there are no layers; a gate's function is not from 0 to 15; or the layers' sizes do not match.
+          ValueError: there are no layers; a gate's function is not from 0 to 15, or for four inputs from 0 to 65535;
+            or the layers' sizes do not match.
         """
         return cls(layers)
 
     def __repr__(self) -> str:
-        gates = ", ".join(str(wires.gates) for _, wires in self.layers)
+        gates = ", ".join(str(len(gates)) for gates, _ in self.layers)
         return f"Circuit({self.inputs} inputs, layers of {gates} gates)"
 
     @property
@@ -90,7 +103,7 @@ class Circuit(BitCircuit):
 
     @property
     def outputs(self) -> int:
-        return self.layers[-1][1].gates
+        return len(self.layers[-1][0])
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
         """Return the packed outputs for samples that `pack_bits` packed, in NumPy or within `jax.jit`."""
@@ -100,11 +113,36 @@ class Circuit(BitCircuit):
         return x
 
     def histogram(self) -> np.ndarray:
-        """Return the number of gates with each function in each layer, `(layers, 16)`."""
-        return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
+        """Return the number of gates with each function in each layer, `(layers, 16)`. For gates of four inputs, count
+        the gates of two inputs that compute the same."""
+        return np.stack([np.bincount(_of_two_inputs(*layer), minlength=GATES) for layer in self.layers])
 
     def netlist(self) -> Netlist:
+        """Return a netlist of the circuit. It has up to ten gates for a gate of four inputs."""
         listed, sources = GateList(self.inputs), np.arange(self.inputs)
         for gates, wires in self.layers:
-            sources = listed.add(gates, sources[np.asarray(wires.a)], sources[np.asarray(wires.b)])
+            a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
+            if len(gates) == wires.gates:
+                sources = listed.add(gates, a, b)
+            else:
+                sources = _expand(listed, gates, [a[::2], b[::2], a[1::2], b[1::2]])
         return listed.netlist(sources)
+
+
+def _of_two_inputs(gates: np.ndarray, wires: Wires) -> np.ndarray:
+    if len(gates) == wires.gates:
+        return gates
+    return np.array([function for table in gates.tolist() for function, *_ in gates_of(expanded(table))], int)
+
+
+def _expand(listed: GateList, tables: np.ndarray, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """Add gates of two inputs that compute the tables of four inputs. Return the sources of the tables' values."""
+    results, order = np.empty(len(tables), int), np.argsort(tables, kind="stable")
+    for at in np.split(order, 1 + np.flatnonzero(np.diff(tables[order]))):  # the places of each different table
+        expression = expanded(int(tables[at[0]]))
+        sources: dict[Any, np.ndarray] = {v: source[at] for v, source in enumerate(inputs)}
+        for gate in gates_of(expression):
+            function, a, b = gate
+            sources[gate] = listed.add(function, sources[a], sources[b])
+        results[at] = sources[expression]
+    return results

@@ -300,7 +300,7 @@ class ConvolutionalCircuit(BitCircuit):
         shapes = [self.shape, *(convolution.output_shape for convolution in self.convolutions)]
         sizes = " -> ".join(map(_sizes, shapes))
         if self.head:
-            sizes += f", layers of {', '.join(str(wires.gates) for _, wires in self.head.layers)} gates"
+            sizes += f", layers of {', '.join(str(len(gates)) for gates, _ in self.head.layers)} gates"
         return f"ConvolutionalCircuit({sizes})"
 
     @property
@@ -324,7 +324,7 @@ class ConvolutionalCircuit(BitCircuit):
     def placed_gates(self) -> int:
         """The number of gates if every position has a copy of each kernel. Gates of pools count, too."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
-        return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
+        return convolutions + sum(len(gates) for gates, _ in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
         """Return the number of gates with each function in each convolution and layer, `(layers, 16)`."""

@@ -122,7 +122,7 @@ class Automaton(ByContent):
             for i, wires in enumerate(layers):
                 if not isinstance(wires, Wires):
                     raise TypeError(f"{op}: {name}[{i}] is a {type(wires).__name__}; wants a jaxbp.Wires")
-            require_chain(op, f"{name}[{{}}]", layers)
+            require_chain(op, f"{name}[{{}}]", [(wires.inputs, wires.gates) for wires in layers])
         if perception[0].inputs != NEIGHBORHOOD:
             raise ValueError(
                 f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell of the neighborhood"

@@ -236,12 +236,13 @@ def require_below(op: str, name: str, values: np.ndarray, bounds: ArrayLike, *me
         raise ValueError(f"{op}: {name}[{', '.join(map(str, at))}] is {values[at]}; wants {wanted}")
 
 
-def require_chain(op: str, layer: str, layers: Sequence[Wires]) -> None:
-    """Require that each layer reads the gates of the previous layer. `layer.format(i)` is the name of layer i."""
-    for i, (before, wires) in enumerate(itertools.pairwise(layers), 1):
-        if wires.inputs != before.gates:
-            wanted = f"{before.gates}, the number of gates of {layer.format(i - 1)}"
-            raise ValueError(f"{op}: {layer.format(i)} reads {wires.inputs} inputs; wants {wanted}")
+def require_chain(op: str, layer: str, sizes: Sequence[tuple[int, int]]) -> None:
+    """Require that each layer reads the gates of the previous layer. `sizes` has each layer's numbers of inputs and of
+    gates, and `layer.format(i)` is the name of layer i."""
+    for i, ((_, gates), (inputs, _)) in enumerate(itertools.pairwise(sizes), 1):
+        if inputs != gates:
+            wanted = f"{gates}, the number of gates of {layer.format(i - 1)}"
+            raise ValueError(f"{op}: {layer.format(i)} reads {inputs} inputs; wants {wanted}")
 
 
 def constants(**arrays: ArrayLike) -> dict[str, Array]:

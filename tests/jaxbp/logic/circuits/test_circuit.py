@@ -15,13 +15,12 @@ from verilog import in_icarus, needs_icarus, needs_yosys, run_in_icarus, simulat
 import jaxbp
 from experiments.training.compiled import compiled, load
 from jaxbp import Circuit, ConvolutionalCircuit, Netlist, TreeWires, Wires
-from jaxbp.logic.gates import TRUTH_TABLES
 
 random = np.random.default_rng(0)
 LAYERS = [
     (np.arange(16, dtype=np.uint8), Wires.random(9, 16, seed=0)),
     (random.integers(0, 16, 1030), Wires.random(16, 1030, seed=1)),
-    (random.integers(0, 16, 20), Wires.random(1030, 20, seed=2)),
+    (random.integers(0, 2**16, 20), Wires.random(1030, 40, seed=2)),  # gates of four inputs
 ]
 CIRCUIT = Circuit.of(LAYERS)
 BITS = random.random((75, 9)) < 0.5  # three words, the last one not full
@@ -31,8 +30,9 @@ BITS = random.random((75, 9)) < 0.5  # three words, the last one not full
 def expected():
     x = BITS
     for gates, wires in LAYERS:
-        a, b = x[:, np.asarray(wires.a)], x[:, np.asarray(wires.b)]
-        x = TRUTH_TABLES[np.asarray(gates), 2 * a + b].astype(bool)
+        inputs = x[:, np.stack([wires.a, wires.b], axis=1).reshape(len(gates), -1)]
+        rows = inputs @ (1 << np.arange(inputs.shape[-1])[::-1])
+        x = (gates >> 2 ** inputs.shape[-1] - 1 - rows & 1).astype(bool)
     return x
 
 
@@ -49,8 +49,9 @@ def test_numbers_that_are_no_bits_are_refused(number):
 def test_the_relaxed_network_of_hard_logits_is_the_circuit_exactly(expected):
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jnp.asarray(BITS, dtype)
-        for gates, wires in LAYERS:
+        for gates, wires in LAYERS[:2]:
             x = jaxbp.gate_layer(jaxbp.hard_logits(jnp.asarray(gates)), wires, x)
+        x = jaxbp.lut_layer(jaxbp.hard_logits(LAYERS[2][0], "walsh", arity=4), LAYERS[2][1], x)
         assert np.array_equal(x, expected.astype(np.float32))
 
 
@@ -66,7 +67,10 @@ def test_words_are_evaluated_within_jit_too():
 
 
 def test_the_histogram_counts_each_layers_gates():
-    assert CIRCUIT.histogram().tolist() == [np.bincount(gates, minlength=16).tolist() for gates, _ in LAYERS]
+    *counts, of_last = CIRCUIT.histogram().tolist()
+    assert counts == [np.bincount(gates, minlength=16).tolist() for gates, _ in LAYERS[:2]]
+    last = Netlist.of(Circuit.of(LAYERS[2:]))
+    assert of_last == last.histogram().tolist() and len(last) == sum(of_last) > 60
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -150,7 +154,8 @@ def test_simulated_verilog_gives_the_same_bits(expected):
 
 def test_the_simulation_sees_a_wrong_gate_and_a_bit_that_nothing_drives(expected):
     source = CIRCUIT.to_verilog()
-    wrong = re.sub(r"(wire g1050 = )(.*);", r"\1~(\2);", source)
+    (last,) = re.findall(r"assign y\[0\] = (\w+);", source)
+    wrong = re.sub(rf"(wire {last} = )(.*);", r"\1~(\2);", source)
     assert not np.array_equal(simulate(wrong, BITS.T.astype(int)).T, expected)
     with pytest.raises(AssertionError, match="no driver"):
         simulate(re.sub(r".*assign y\[3\].*\n", "", source), BITS.T.astype(int))
@@ -245,6 +250,11 @@ REFUSED = {
     "a gate that is none": (
         lambda: Circuit.of([(np.array([1, 16]), Wires.random(5, 2, seed=0))]),
         "Circuit: layer 0 has gates of shape (2,) with values from 1 to 16; wants shape (2,) and values from 0 to 15",
+    ),
+    "a table that is none": (
+        lambda: Circuit.of([(np.array([1, 2**16]), Wires.random(5, 4, seed=0))]),
+        "Circuit: layer 0 has gates of shape (2,) with values from 1 to 65536; wants shape (2,) and values from 0 to "
+        "65535",
     ),
     "layers that do not join": (
         lambda: Circuit.of([LAYERS[0], LAYERS[2]]),
