@@ -29,8 +29,8 @@ from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import user_data
 from experiments.data.datasets import Dataset, DatasetName
+from jaxbp.logic.gates import BASES, Arity, Parametrization
 from jaxbp.logic.networks.logic_conv import halving_convolutions
-from jaxbp.logic.ops.gate_layer import Parametrization
 from jaxbp.logic.tables.quantizer import ABOVE, Quantizer
 from jaxbp.nn import LogicConvNetwork, LogicConvolution, LogicNetwork, image_thermometer, thermometer
 
@@ -123,8 +123,10 @@ class LogicConfig(GateConfig):
     """Candidates per input of a gate, for wiring learned. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
-    parametrization: Parametrization = "softmax"
-    """Parametrization of the gates: see jaxbp.gate_layer."""
+    arity: Arity = 2
+    """Number of inputs per gate."""
+    parametrization: Parametrization | None = None
+    """Parametrization of the gates: see jaxbp.gate_layer. None: softmax, or with arity 4 input_wise."""
 
     def __post_init__(self):
         for field in ("target", "categorical_features"):
@@ -132,15 +134,19 @@ class LogicConfig(GateConfig):
             self._check(field, is_named, "no column, or data as well, a CSV file")
         super().__post_init__()
         self._check("gates", self.gates % self.classes == 0, f"a positive multiple of {self.classes}")
-        pairs = self.inputs * (self.inputs - 1) // 2
+        self._fill({"parametrization": "softmax" if self.arity == 2 else "input_wise"})
+        fits = self.parametrization in BASES or self.arity == 2
+        self._check("parametrization", fits, f"one of {', '.join(BASES)} with arity {self.arity}")
+        pairs, read = self.inputs * (self.inputs - 1) // 2, self.gates * self.arity // 2
         self._fill({"tau": math.sqrt(self.gates / (8 * self.classes))})
-        self._fill({"wiring": "unique" if self.gates <= pairs else "random"})
-        is_unique = self.wiring == "unique"
-        fits = not is_unique or self.inputs <= 2 * self.gates
-        self._check("gates", fits, f"at least half of the {self.inputs} bits of an example, or wiring 'random'")
-        fits = not is_unique or self.gates <= pairs
-        self._check("gates", fits, f"at most {pairs}, the pairs of {self.inputs} bits, or wiring 'random'")
-        most = min(self.inputs, self.gates) if self.layers > 1 else min(self.inputs, 2 * self.gates)
+        self._fill({"wiring": "unique" if read <= pairs else "random"})
+        is_unique, part = self.wiring == "unique", {2: "half", 4: "a quarter"}[self.arity]
+        fits = not is_unique or self.inputs <= 2 * read
+        self._check("gates", fits, f"at least {part} of the {self.inputs} bits of an example, or wiring 'random'")
+        fits = not is_unique or read <= pairs
+        most = f"at most {2 * pairs // self.arity}, for the {pairs} pairs of {self.inputs} bits, or wiring 'random'"
+        self._check("gates", fits, most)
+        most = min(self.inputs, self.gates if self.layers > 1 else 2 * read)
         self._fill({"candidates": min(16, most)})
         fits = self.wiring != "learned" or self.candidates <= most
         self._check("candidates", fits, f"at most {most}, the number of bits of an example or of gates of a layer")
@@ -184,16 +190,17 @@ class LogicConfig(GateConfig):
             wiring=self._wires,
             seed=self.seed,
             initialization=self.initialization,
+            arity=self.arity,
             parametrization=self.parametrization,
             implementation=self.implementation,
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),
         )
 
-    def _wires(self, inputs: int, gates: int, seed: int) -> jaxbp.Wires | jaxbp.LearnedWires:
+    def _wires(self, inputs: int, pairs: int, seed: int) -> jaxbp.Wires | jaxbp.LearnedWires:
         if self.wiring == "learned":
-            return jaxbp.LearnedWires.random(inputs, gates, seed, candidates=self.candidates)
-        return getattr(jaxbp.Wires, self.wiring)(inputs, gates, seed)
+            return jaxbp.LearnedWires.random(inputs, pairs, seed, candidates=self.candidates)
+        return getattr(jaxbp.Wires, self.wiring)(inputs, pairs, seed)
 
     def bits(self, images: Float[Array, "batch ..."]) -> Float[Array, "batch bits"]:
         """Return the bits of images. The rows of a table are bits already."""

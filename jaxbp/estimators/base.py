@@ -33,6 +33,8 @@ class LogicEstimator(BaseEstimator):
     layer can read every bit."""
     layers: int = 3
     """Number of layers of gates."""
+    arity: int = 2
+    """Number of inputs per gate in these layers, 2 or 4."""
     candidates: int | None = None
     """Number of candidates among which each input of a gate in these layers chooses. None: the wires are not
     learned."""
@@ -116,6 +118,8 @@ class LogicEstimator(BaseEstimator):
         op = type(self).__name__
         for name in ("gates", "layers", "thresholds", "batch_size", "n_iter_no_change"):
             checks.count(op, name, getattr(self, name))
+        if self.arity not in (2, 4):
+            raise ValueError(f"{op}: arity is {self.arity!r}; wants 2 or 4")
         for name in ("epochs", "candidates"):
             if getattr(self, name) is not None:
                 checks.count(op, name, getattr(self, name))

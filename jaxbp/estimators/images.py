@@ -69,7 +69,8 @@ class LogicConvClassifier(Classifier):
         if convolutions is None:
             convolutions = halving_convolutions(height, width, 128 if height * width < 256 else 32, 512)
         widths = (last,) * self.layers
-        return Network(len(self.quantizer_), widths, groups, shape, tuple(convolutions), self.candidates)
+        options = dict(arity=self.arity, candidates=self.candidates)
+        return Network(len(self.quantizer_), widths, groups, shape, tuple(convolutions), **options)
 
     def network_bits(self, bits):
         _, height, width = self._shape

@@ -27,8 +27,8 @@ class TableEstimator(LogicEstimator):
 
     def network(self, groups: int) -> Network:
         inputs, last = len(self._sources()), groups * self.gates
-        widths = (*[max(last, inputs // 2)] * (self.layers - 1), last)
-        return Network(inputs, widths, groups, candidates=self.candidates)
+        widths = (*[max(last, inputs // self.arity)] * (self.layers - 1), last)
+        return Network(inputs, widths, groups, arity=self.arity, candidates=self.candidates)
 
     def network_bits(self, bits):
         return bits[:, self._sources()]

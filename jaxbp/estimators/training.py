@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jaxbp.logic.gates import Arity
 from jaxbp.logic.networks.logic_conv import LogicConvNetwork, LogicConvolution
 from jaxbp.logic.networks.logic_network import LogicNetwork
 from jaxbp.logic.wires.learned_wires import LearnedWires
@@ -31,12 +32,13 @@ class Network:
     groups: int
     image: tuple[int, int, int] | None = None
     convolutions: tuple[LogicConvolution, ...] = ()
+    arity: Arity = 2
     candidates: int | None = None
 
     def build(self) -> nnx.Module:
         learned = functools.partial(LearnedWires.random, candidates=self.candidates)
         wiring = Wires.random if self.candidates is None else learned
-        options = dict(wiring=wiring, parametrization="walsh", rngs=nnx.Rngs(0))
+        options = dict(arity=self.arity, wiring=wiring, parametrization="walsh", rngs=nnx.Rngs(0))
         if self.image is None:
             return LogicNetwork(self.inputs, self.widths, self.groups, **options)
         return LogicConvNetwork(self.image, self.convolutions, self.widths, self.groups, **options)

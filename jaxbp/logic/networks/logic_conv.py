@@ -12,6 +12,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.windows import Padding, Size
 from jaxbp.logic.circuits.convolutional_circuit import ConvolutionalCircuit, image_shape
+from jaxbp.logic.gates import Arity
 from jaxbp.logic.networks.logic_network import GateOptions, Gates, LogicNetwork, Wiring, thermometer
 from jaxbp.logic.ops.logic_conv2d import logic_conv2d, logic_conv2d_or_pool2d
 from jaxbp.logic.wires.tree_wires import TreeWires
@@ -96,7 +97,8 @@ class LogicConvNetwork(nnx.Module):
 
     Args:
       shape: channels, height and width of the images of bits.
-      widths, classes, tau, wiring, seed: as in `LogicNetwork`. The seed also determines the convolutions' wires.
+      widths, classes, tau, arity, wiring, seed: as in `LogicNetwork`. The seed also determines the convolutions' wires.
+        The gates of the convolutions have two inputs.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.
       options: as in `LogicLayer`.
 
@@ -116,6 +118,7 @@ class LogicConvNetwork(nnx.Module):
         *,
         tau: float = 1.0,
         channels_per_kernel: int = 2,
+        arity: Arity = 2,
         wiring: Wiring = Wires.unique,
         seed: int = 0,
         **options: Unpack[GateOptions],
@@ -137,7 +140,8 @@ class LogicConvNetwork(nnx.Module):
             channels = kernels
         self.convolutions = nnx.List(layers)
         values = jax.eval_shape(self._convolved, jnp.zeros((1, *shape))).size
-        self.head = LogicNetwork(values, widths, classes, tau=tau, wiring=wiring, seed=seed + len(layers), **options)
+        of_head = dict(tau=tau, arity=arity, wiring=wiring, seed=seed + len(layers))
+        self.head = LogicNetwork(values, widths, classes, **of_head, **options)
 
     @property
     def classes(self) -> int:

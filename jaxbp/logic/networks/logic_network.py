@@ -10,9 +10,21 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Shaped
 
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast
 from jaxbp.logic.circuits.circuit import Circuit
-from jaxbp.logic.gates import Initialization, Parametrization, check_tau, hard_logits, harden, initial_logits
+from jaxbp.logic.gates import (
+    Arity,
+    Initialization,
+    Parametrization,
+    check_tau,
+    group_sum,
+    hard_logits,
+    harden,
+    initial_logits,
+)
 from jaxbp.logic.ops.gate_layer import gate_layer
+from jaxbp.logic.ops.lut_layer import lut_layer
+from jaxbp.logic.ops.wire_layer import wire_layer
 from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import Implementation
@@ -34,7 +46,7 @@ class GateOptions(TypedDict, total=False):
     """The keyword arguments of every layer of gates (see `LogicLayer`)."""
 
     initialization: Initialization
-    parametrization: Parametrization
+    parametrization: Parametrization | None
     residual_logit: float | None
     implementation: Implementation
     dtype: DTypeLike
@@ -54,39 +66,47 @@ class Gates(nnx.Module):
         wires: Any,
         shape: tuple[int, ...],
         *,
-        parametrization: Parametrization = "softmax",
+        arity: Arity = 2,
+        parametrization: Parametrization | None = None,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
         **initial: Any,
     ):
-        self.logits = initial_parameters(*shape, parametrization=parametrization, rngs=rngs, **initial)
+        parametrization = parametrization or ("softmax" if arity == 2 else "input_wise")
+        options = initial | dict(arity=arity, parametrization=parametrization)
+        self.logits = initial_parameters(*shape, rngs=rngs, **options)
         self.wires = nnx.Variable(wires)
-        self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
+        self.arity, self.parametrization = arity, parametrization
+        self.implementation, self.dtype = implementation, dtype
 
     def harden(self) -> Array:
         """Return the number of each gate's most probable function."""
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, wires=None, **options):
-        logits = hard_logits(self.harden(), self.parametrization) if hard else self.logits[...]
+        logits = self.logits[...]
+        if hard:
+            logits = hard_logits(self.harden(), self.parametrization, arity=self.arity)
         options |= dict(parametrization=self.parametrization, implementation=self.implementation)
         return op(logits, wires or self.wires.get_value(), x.astype(self.dtype), **options)
 
 
 class LogicLayer(Gates):
-    """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its wires.
+    """`jaxbp.gate_layer` or `jaxbp.lut_layer` with its parameters, `logits (gates, parameters)`, and its wires.
 
-    With `LearnedWires`, `wire_logits (2 * gates, K)` are parameters as well, else None.
+    With `LearnedWires`, `wire_logits (wires, K)` are parameters as well, else None.
 
     Args:
-      initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
+      arity: the number of inputs per gate. A gate with 4 inputs reads two neighboring pairs of `wires`.
+      initialization, residual_logit: as in `jaxbp.initial_logits`.
+      parametrization: as in `jaxbp.initial_logits`. None: "softmax" for gates of 2 inputs, "input_wise" for 4.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
     """
 
-    def __init__(self, wires: Wires | LearnedWires, **options: Unpack[GateOptions]):
-        super().__init__(wires, (wires.gates,), **options)
+    def __init__(self, wires: Wires | LearnedWires, *, arity: Arity = 2, **options: Unpack[GateOptions]):
+        super().__init__(wires, (2 * wires.gates // arity,), arity=arity, **options)
         is_learned = isinstance(wires, LearnedWires)
         self.wire_logits = nnx.Param(wires.initial_logits(options["rngs"].params())) if is_learned else None
 
@@ -97,12 +117,15 @@ class LogicLayer(Gates):
 
         With `hard`, each gate computes its most probable function, and reads its most probable candidates.
         """
-        if self.wire_logits is None:
-            return self._apply(gate_layer, x, hard=hard, groups=groups)
-        wire_logits, wires = self.wire_logits[...], self.wires.get_value()
-        if hard:
-            wires = dataclasses.replace(wires, relaxation="straight_through")
-        return self._apply(gate_layer, x, hard=hard, groups=groups, wires=wires, wire_logits=wire_logits)
+        wires = self.wires.get_value()
+        if self.wire_logits is not None:
+            learned = dataclasses.replace(wires, relaxation="straight_through") if hard else wires
+            wires, x = learned.gate_wires, x.astype(self.dtype)
+            x = wire_layer(self.wire_logits[...], learned, x, implementation=self.implementation)
+        if self.arity == 2:
+            return self._apply(gate_layer, x, hard=hard, wires=wires, groups=groups)
+        y = self._apply(lut_layer, x, hard=hard, wires=wires)
+        return y if groups is None else group_sum(upcast(y), groups)
 
     def hard_wires(self) -> Wires:
         """Return the wires, or if they are learned, the wires to each gate's most probable candidates."""
@@ -115,8 +138,9 @@ class LogicNetwork(nnx.Module):
 
     Args:
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      wiring: a function `wiring(inputs, gates, seed)` that makes the wires of a layer, such as
-        `jaxbp.LearnedWires.random`.
+      arity: the number of inputs per gate, 2 or 4.
+      wiring: a function `wiring(inputs, pairs, seed)` that makes the wires of a layer, such as
+        `jaxbp.LearnedWires.random`, one pair per gate of 2 inputs, and two pairs per gate of 4 inputs.
       options: as in `LogicLayer`.
 
     Raises:
@@ -132,13 +156,14 @@ class LogicNetwork(nnx.Module):
         classes: int,
         *,
         tau: float = 1.0,
+        arity: Arity = 2,
         wiring: Wiring = Wires.unique,
         seed: int = 0,
         **options: Unpack[GateOptions],
     ):
         check_tau("LogicNetwork", tau)
         self.layers = nnx.List(
-            LogicLayer(wiring(reads, gates, seed + i), **options)
+            LogicLayer(wiring(reads, gates * arity // 2, seed + i), arity=arity, **options)
             for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))
         )
         self.classes, self.tau = classes, tau

@@ -43,11 +43,23 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
         ("candidates", 0, "a whole number of at least 1"),
         ("initialization", "zeros", "one of residual, normal"),
         ("parametrization", "fourier", "one of softmax, input_wise, walsh"),
+        ("arity", 3, "one of 2, 4"),
     ],
 )
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
     with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConfig(**{field: value})
+
+
+def test_gates_of_four_inputs_read_two_pairs_and_have_tables():
+    config = LogicConfig(arity=4, layers=2, gates=600)
+    assert (config.parametrization, config.wiring) == ("input_wise", "unique")
+    layers = config.network(jax.random.key(0)).layers
+    assert [(layer.wires.get_value().gates, layer.logits.shape) for layer in layers] == [(1200, (600, 16))] * 2
+    with pytest.raises(UserError, match=r"^gates is 500; wants at least a quarter of the 2352 bits of an example"):
+        LogicConfig(arity=4, gates=500)
+    with pytest.raises(UserError, match=r"^parametrization is 'softmax'; wants one of input_wise, walsh with arity 4"):
+        LogicConfig(arity=4, parametrization="softmax")
 
 
 def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bits():
@@ -183,7 +195,8 @@ def test_a_table_becomes_bits_and_the_gates_a_multiple_of_the_classes(own_table)
     settings = dict(data=own_table, target="class")
     cases = {
         "shift is 1; wants 0, because the data are no images": settings | dict(shift=1),
-        "gates is 600; wants at most 465, the pairs of 31 bits": settings | dict(gates=600, wiring="unique"),
+        "gates is 600; wants at most 465, for the 465 pairs of 31 bits": settings | dict(gates=600, wiring="unique"),
+        "gates is 300; wants at most 232, for the 465 pairs": settings | dict(gates=300, wiring="unique", arity=4),
         "target is 'class'; wants no column, or data as well": dict(target="class"),
         "categorical_features is \\('a',\\); wants no column, or data as well": dict(categorical_features=("a",)),
         "categorical_features is 'd', which is no column": settings | dict(categorical_features=("d",)),

@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import pytest
 
 from jaxbp.estimators.training import Examples, Network, Settings, padded, program, training
 from jaxbp.training import loop
@@ -54,9 +55,10 @@ def test_a_network_learns_and_another_data_set_of_its_padded_size_shares_its_pro
     assert made.train_epoch._cache_size() == before == 1
 
 
-def test_with_candidates_the_wires_of_layers_are_learned_and_harden():
-    model = Network(64, (96, 96), 2, candidates=8).build()
-    assert [layer.wire_logits.shape for layer in model.layers] == [(192, 8), (192, 8)]
+@pytest.mark.parametrize("arity", [2, 4])
+def test_with_candidates_the_wires_of_layers_are_learned_and_harden(arity):
+    model = Network(64, (96, 96), 2, arity=arity, candidates=8).build()
+    assert [layer.wire_logits.shape for layer in model.layers] == [(96 * arity, 8), (96 * arity, 8)]
     assert model.harden()(random.random((3, 64)) < 0.5).shape == (3, 96)
 
 

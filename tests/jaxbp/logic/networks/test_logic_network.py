@@ -105,6 +105,22 @@ def test_the_hardened_network_with_learned_wires_is_its_circuit(relaxation):
     assert np.array_equal(netlist(np.asarray(x) > 0), outputs)
 
 
+@pytest.mark.parametrize("wiring", [Wires.random, functools.partial(LearnedWires.random, candidates=4)])
+def test_the_hardened_network_of_gates_with_four_inputs_is_its_circuit(wiring):
+    network = LogicNetwork(16, [40, 30], 5, arity=4, wiring=wiring, initialization="normal", rngs=nnx.Rngs(1))
+    assert [(layer.logits.shape, layer.parametrization) for layer in network.layers] == [
+        ((40, 16), "input_wise"),
+        ((30, 16), "input_wise"),
+    ]
+    x, circuit = bits((50, 16)), network.harden()
+    outputs = circuit(np.asarray(x) > 0)
+    assert np.array_equal(network(x, hard=True), outputs.reshape(50, 5, 6).sum(axis=-1).astype(np.float32))
+    assert not np.array_equal(network(x), network(x, hard=True))
+    netlist, simple = Netlist.of(circuit), Netlist.of(circuit).simplify()
+    assert len(simple) < len(netlist) < 6 * 70
+    assert np.array_equal(netlist(np.asarray(x) > 0), outputs) and np.array_equal(simple(np.asarray(x) > 0), outputs)
+
+
 def test_half_precision_is_that_of_what_flows_through_the_gates_alone():
     network = LogicNetwork(8, [12, 10], 5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert network.layers[0](bits((3, 8))).dtype == jnp.bfloat16
