@@ -51,7 +51,7 @@ def test_the_relaxed_network_of_hard_logits_is_the_circuit_exactly(expected):
         x = jnp.asarray(BITS, dtype)
         for gates, wires in LAYERS[:2]:
             x = jaxbp.gate_layer(jaxbp.hard_logits(jnp.asarray(gates)), wires, x)
-        x = jaxbp.lut_layer(jaxbp.hard_logits(LAYERS[2][0], "walsh", arity=4), LAYERS[2][1], x)
+        x = jaxbp.lut_layer(jaxbp.hard_logits(LAYERS[2][0], "input_wise", arity=4), LAYERS[2][1], x)
         assert np.array_equal(x, expected.astype(np.float32))
 
 
