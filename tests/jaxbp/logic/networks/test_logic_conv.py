@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from jaxbp import TreeWires
+from jaxbp import Netlist, TreeWires
 from jaxbp.logic.gates import PARAMETERS
 from jaxbp.logic.networks.logic_conv import halving_convolutions
 from jaxbp.nn import LogicConv2d, LogicConvNetwork, LogicConvolution, image_thermometer
@@ -91,11 +91,12 @@ def test_seeds_tell_the_wires_of_networks_apart():
     assert leaves(0) == leaves(0) != leaves(7)
 
 
-@pytest.mark.parametrize("parametrization", PARAMETERS)
-def test_the_hardened_network_is_its_circuit(parametrization):
-    net = network(parametrization=parametrization)
-    x = bits((40, 2, 6, 6))
-    outputs = net.harden()(np.asarray(x) > 0)
+@pytest.mark.parametrize(("parametrization", "arity"), [*((name, 2) for name in PARAMETERS), ("walsh", 4)])
+def test_the_hardened_network_is_its_circuit(parametrization, arity):
+    net = network(parametrization=parametrization, arity=arity)
+    x, circuit = bits((40, 2, 6, 6)), net.harden()
+    outputs = circuit(np.asarray(x) > 0)
+    assert np.array_equal(Netlist.of(circuit).simplify()(np.asarray(x).reshape(40, -1) > 0), outputs)
     assert np.array_equal(net(x, hard=True), outputs.reshape(40, 5, 2).sum(axis=-1).astype(np.float32))
     assert not np.array_equal(net(x), net(x, hard=True))
 
