@@ -23,13 +23,16 @@ def bitwise_gate_layer(gates: UInt[Array, "gates"], wires: Wires, x: UInt32[Arra
     """
     numpy = np if isinstance(x, np.ndarray) else jnp
     a, b, pairs = x[wires.a], x[wires.b], wires.gates // len(gates)
+    numbers = numpy.asarray(gates).astype(np.int32)
+    # A gate's function is a polynomial modulo 2. Each coefficient is a sum of rows of the truth table.
+    for shift in (1, 2, 4, 8)[: 2 * pairs]:
+        numbers = numbers ^ (numbers >> shift & (2 ** (4**pairs) - 1) // (2**shift + 1))
     shifts = np.arange(4**pairs)[::-1].reshape(-1, *[1] * x.ndim)
-    on = numpy.asarray(gates).astype(np.int32).reshape(-1, *[1] * (x.ndim - 1)) >> shifts & 1
-    rows = (-on).astype(x.dtype)  # for each row of the truth tables, words of ones or zeros
+    terms = (-(numbers.reshape(-1, *[1] * (x.ndim - 1)) >> shifts & 1)).astype(x.dtype)  # words of ones or zeros
     for value in (values[pair::pairs] for pair in range(pairs) for values in (a, b)):
-        low, high = numpy.split(rows, 2)  # for a value of 0 and of 1
-        rows = low ^ (value & (low ^ high))
-    return rows[0]
+        without, factors = numpy.split(terms, 2)
+        terms = without ^ (value & factors)
+    return terms[0]
 
 
 def as_pairs(name: str, layers: Any) -> tuple[Any, ...]:
