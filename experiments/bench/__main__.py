@@ -7,21 +7,26 @@ docs/benchmarks.md has commands, and defines the figures.
     *_per_second    how fast this GPU moves bytes, and multiplies matrices of the first `--dtype`
     rows            one object per measurement, with the fields of `measure.MEASURED`
     missing         the names of measurements that were not made
+    left_out        the errors of peers that cannot be imported, by name
 """
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import os
+import shlex
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 
-from experiments.bench import compare
+from experiments.bench import compare, reproduce
 from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
 from experiments.bench.peers.table import installed
@@ -38,7 +43,9 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run. Begun rows are finished."""
+"""The default time limit of a quick run."""
+GRACE_SECONDS = 5.0
+"""Seconds after a time limit in which rows are still timed whose programs are compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,7 @@ class BenchConfig:
     compile_seconds: bool = False
     """Also time compilation. Programs are then compiled one after the other."""
     time_limit: float | None = None
-    """Seconds after which no further row is started. With `quick`, the default is 75."""
+    """Seconds after which no further program is compiled. With `quick`, the default is 75."""
     seconds: float = 0.03
     """Least seconds per timing round. With 1, a round averages the clock's oscillation at a GPU's power limit."""
     json: Path | None = None
@@ -77,10 +84,24 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     if args[:1] == ["compare"]:
         return compare.main(args[1:])
+    if "--reproduce" in args:
+        return reproduce.main([arg for arg in args if arg != "--reproduce"], _repeated)
     return run_command(_main, BenchConfig, "experiments.bench", args)
 
 
 def _main(config: BenchConfig, command: str) -> int:
+    report = _report(config, command)
+    print_table(report)
+    return 1 if any(map(is_failure_of_ours, report["rows"])) else 0
+
+
+def _repeated(args: Sequence[str], time_limit: float) -> dict[str, Any]:
+    config = tyro.cli(BenchConfig, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+    time_limit = min(time_limit, math.inf if config.time_limit is None else config.time_limit)
+    return _report(dataclasses.replace(config, json=None, time_limit=time_limit), shlex.join(args))
+
+
+def _report(config: BenchConfig, command: str) -> dict[str, Any]:
     started = time.monotonic()
     check(config)
     workloads = selected(config.cases, config.batch_last)
@@ -88,9 +109,7 @@ def _main(config: BenchConfig, command: str) -> int:
         # Set before JAX starts, so that it leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
-        report = run(workloads, config, command, started)
-    print_table(report)
-    return 1 if any(map(is_failure_of_ours, report["rows"])) else 0
+        return run(workloads, config, command, started)
 
 
 def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
@@ -116,14 +135,14 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
     if not on_gpu:
         print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
-    peers = installed() if config.peers else {}
+    peers, left_out = installed() if config.peers else ({}, {})
     report = provenance(command)
     report["versions"] |= {name: peer.version for name, peer in peers.items()}
-    report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision)}
+    report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision), "left_out": left_out}
     times_only = config.quick and not config.peers
     report["settling_seconds"] = settling_seconds(times_only)
     limit = QUICK_SECONDS if config.quick and config.time_limit is None else config.time_limit
-    keep_going = lambda: limit is None or time.monotonic() - started < limit  # noqa: E731
+    end = math.inf if limit is None else started + limit
     if on_gpu:
         print("measuring the rates of this GPU", file=sys.stderr, flush=True)
     rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
@@ -142,15 +161,40 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     sizes = [(workload, n) for workload, default in batches.items() for n in config.batch or default]
     cases = [Case(workload, n, each) for workload, n in sizes for each in every]
     cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
-    note_progress(report, cases)
+    position = {(case.name, case.batch): i for i, case in enumerate(cases)}
     try:
-        for row in measured_rows(cases, keep_going):
-            report["rows"] = with_speedups([*report["rows"], row])
-            note_progress(report, cases)
-            keep(report, config.json)
+        with stopped_at(end + GRACE_SECONDS):
+            for row in measured_rows(cases, lambda: time.monotonic() < end):
+                rows = sorted([*report["rows"], row], key=lambda row: position[row["work"], row["batch"]])
+                report["rows"] = with_speedups(rows)
+                note_progress(report, cases)
+                keep(report, config.json)
     finally:
+        note_progress(report, cases)
         keep(report, config.json)
     return report
+
+
+class OutOfTime(BaseException):
+    """The time limit has passed."""
+
+
+@contextlib.contextmanager
+def stopped_at(end: float) -> Iterator[None]:
+    """End the block at the time `end` of `time.monotonic()`, also within a call."""
+
+    def stop(*_):
+        raise OutOfTime
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0 if end == math.inf else max(end - time.monotonic(), 1e-3))
+    try:
+        yield
+    except OutOfTime:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:

@@ -49,7 +49,7 @@ class Compiler:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
         try:

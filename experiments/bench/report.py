@@ -51,6 +51,9 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
     console.print("× autodiff: the time of autodiff divided by the time of the row. Error: against float64.")
     if not report["complete"]:
         console.print(Text(f"not measured: {'; '.join(report['missing'])}"), soft_wrap=True)
+    if left_out := report.get("left_out"):
+        errors = "; ".join(f"{name}: {error}" for name, error in left_out.items())
+        console.print(Text(f"peers that cannot be imported: {errors}"), soft_wrap=True)
     for row in report["rows"]:
         if row["failed"]:
             console.print(

@@ -5,8 +5,10 @@ or only writing. Rates depend on the working set, the number of bytes that a pro
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -90,9 +92,10 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     A timing round takes `seconds`, at most `RATE_SECONDS`. `bytes_per_second` has pairs (working set, rate) for "copy",
     "read", and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache.
     """
-    programs = _traffic() | {
-        (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
-    }
+    with ThreadPoolExecutor() as pool:  # which compiles several programs at once
+        products = itertools.product(PRECISIONS, PRODUCTS)
+        programs = _traffic(pool) | {key: pool.submit(_product, *key, dtype) for key in products}
+    programs = {key: program.result() for key, program in programs.items()}
     least = dict.fromkeys(programs, math.inf)
     for _ in range(measure.ROUNDS):
         for key, (_, run) in programs.items():
@@ -114,21 +117,21 @@ Timed = tuple[float, Callable[[float], float]]
 """The bytes or operations of a program, and a function from the seconds of a timing round to the program's seconds."""
 
 
-def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
+def _product(precision: str, shape: tuple[int, int, int], dtype: str) -> Timed:
     m, k, n = shape
     a, b = (jax.random.normal(jax.random.key(i), size, dtype) for i, size in enumerate([(m, k), (k, n)]))
     program = jax.jit(functools.partial(jnp.matmul, precision=precision)).lower(a, b).compile()
     return 2 * m * k * n, lambda seconds: device_seconds(program, (a, b), seconds, 1)[0]
 
 
-def _traffic() -> dict[tuple[str, int], Timed]:
+def _traffic(pool: Executor) -> dict[tuple[str, int], Future]:
     programs = {}
     for size in WORKING_SETS:
         calls = 1 if size > 256 * MIB else CALLS
         half, whole = (size // part // calls // 4 for part in (2, 1))  # float32
-        programs["copy", size] = _chain(jnp.negative, calls, size, (half,))
-        programs["read", size] = _chain(lambda x: x.reshape(-1, 1024).sum(1), calls, size, (whole,))
-        programs["write", size] = _chain(functools.partial(jnp.full, whole), calls, size, ())
+        programs["copy", size] = pool.submit(_chain, jnp.negative, calls, size, (half,))
+        programs["read", size] = pool.submit(_chain, lambda x: x.reshape(-1, 1024).sum(1), calls, size, (whole,))
+        programs["write", size] = pool.submit(_chain, functools.partial(jnp.full, whole), calls, size, ())
     return programs
 
 

@@ -7,7 +7,10 @@ compute the workload.
 No program compiles while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
 
+import collections
+import contextlib
 import functools
+import itertools
 import math
 import sys
 import time
@@ -30,8 +33,9 @@ PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
-CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the number of cases that are compiled before any is timed, because executables take memory."""
+ROWS_AT_ONCE, TRACING_SECONDS = 24, 8.0
+"""Limits on the number of rows that are compiled before any is timed, because executables take memory. The first row is
+timed before the second is compiled."""
 
 
 class Settings(NamedTuple):
@@ -69,6 +73,10 @@ class Case:
         self._names = [*settings.implementations, *baselines]
         self._programs, self._compiled = {}, {}
 
+    @property
+    def our_names(self) -> list[str]:
+        return list(self._names)
+
     def row_names(self) -> list[str]:
         return self._names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -98,28 +106,24 @@ class Case:
             working_set = self._sets * (self.cost.argument_bytes + self.cost.result_bytes)
         return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
 
-    def time_compilation(self) -> None:
-        for name in self._names:
-            try:
-                with jax.default_matmul_precision(self.settings.precision):
-                    self._compiled[name] = compile_program(self._function(name), self._structs)
-            except Exception:
-                continue  # `submit` will fail in the same way
-
-    def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
+    def submit(self, name: str, compiler: Compiler, accuracy: Accuracy | None) -> bool:
+        """Submit the programs of our row `name` to the compiler. Return False if the workload has no such row."""
+        print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
         self.accuracy = accuracy
-        print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
-            for name in list(self._names):
-                self._submit(name, compiler)
+            return self._submit(name, compiler)
 
     def _submit(self, name, compiler):
         function = self._function(name)
         if name == "pallas" and not self._launches(function):
             print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
             self._names.remove(name)
-            self._compiled.pop(name, None)
-            return
+            return False
+        if self.settings.compile_seconds:
+            compiler.wait()
+            # If the compilation fails, the row will fail in the same way.
+            with contextlib.suppress(Exception):
+                self._compiled[name] = compile_program(function, self._structs)
         if name not in self._compiled and not self.settings.times_only:
             self._programs[name, "call"] = compiler.submit(function, *self._structs)
         update = "autodiff" if name in self.workload.baselines else implementation(name)
@@ -127,6 +131,7 @@ class Case:
         self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets)
         if self.accuracy is not None:
             self.accuracy.submit(name)
+        return True
 
     def _function(self, name):
         return self.workload.named(name, self.settings.dtype)
@@ -144,27 +149,30 @@ class Case:
     def _draw(self, seed):
         return self.workload.draw(seed, self.batch, self.settings.dtype)
 
-    def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
-        arguments, precision = jax.block_until_ready(tuple(map(self._draw, range(self._sets)))), self.settings.precision
-        runs = [(name, None, precision, functools.partial(self._ours, name, arguments)) for name in self._names]
-        if self.settings.peers:
-            task = self._task(arguments, () if self.accuracy is None else self.accuracy.arguments)
-            peers = [
-                (name, peer, precision, functools.partial(self._theirs, run))
-                for name, peer, precision, run in self._variants(task)
-            ]
-            # JAX keeps the memory of a language model's programs, but PyTorch returns it.
-            runs = runs + peers if self.workload.tokens is None else peers + runs
-        for name, peer, precision, run in runs:
+    def rows(self, names: Sequence[str]) -> Iterator[Row]:
+        """Yield our rows `names`, whose programs are compiled."""
+        arguments = self._arguments()
+        for name in names:
+            yield self._measured(name, None, self.settings.precision, functools.partial(self._ours, name, arguments))
+
+    def peer_rows(self, accuracy: Accuracy | None, keep_going: Callable[[], bool]) -> Iterator[Row]:
+        self.accuracy = accuracy
+        task = self._task(self._arguments(), () if accuracy is None else accuracy.arguments)
+        for name, peer, precision, run in self._variants(task):
             if not keep_going():
                 return
-            if peer is not None:
-                print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
-            with jax.default_matmul_precision(self.settings.precision):
-                row = self._row(name, peer, precision, attempt(run))
-            figure = row["failed"] or f"{row['microseconds']:,.1f} µs"
-            print(f"{self.title}, {name}: {figure}", file=sys.stderr, flush=True)
-            yield row
+            print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
+            yield self._measured(name, peer, precision, functools.partial(self._theirs, run))
+
+    def _arguments(self):
+        return jax.block_until_ready(tuple(map(self._draw, range(self._sets))))
+
+    def _measured(self, name, peer, precision, run) -> Row:
+        with jax.default_matmul_precision(self.settings.precision):
+            row = self._row(name, peer, precision, attempt(run))
+        figure = row["failed"] or f"{row['microseconds']:,.1f} µs"
+        print(f"{self.title}, {name}: {figure}", file=sys.stderr, flush=True)
+        return row
 
     def _row(self, name, peer, precision, measured) -> Row:
         microseconds = measured["microseconds"]
@@ -231,25 +239,48 @@ class Case:
 
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:
-    accuracies, cases = {}, list(cases)
+    """Yield our rows of all cases, and then the rows of peers. Compile no further row after `keep_going()` is false."""
+    models = [case for case in cases if case.workload.tokens is not None]
+    others = [case for case in cases if case.workload.tokens is None]
     with Compiler() as compiler:
-        while cases and keep_going():
-            group, started = [], time.monotonic()
-            while cases and len(group) < CASES_AT_ONCE and time.monotonic() - started < TRACING_SECONDS:
-                case = cases.pop(0)
-                if case.settings.compile_seconds:
-                    compiler.wait()
-                    case.time_compilation()
-                error_batch = case.workload.error_batch
-                key = case.workload, min(case.batch, error_batch or 0), case.settings.dtype
-                at_precision = *key, case.settings.precision
-                if at_precision not in accuracies and error_batch and not case.settings.times_only:
-                    accuracies[at_precision] = Accuracy(*key, compiler)
-                case.submit(compiler, accuracies.get(at_precision))
-                group.append(case)
-            compiler.wait()
-            for case in group:
-                yield from case.rows(keep_going)
+        accuracy = functools.cache(lambda workload, batch, dtype, _: Accuracy(workload, batch, dtype, compiler))
+
+        def accuracy_of(case):
+            settings, most = case.settings, case.workload.error_batch
+            if settings.times_only or most is None:
+                return None
+            return accuracy(case.workload, min(case.batch, most), settings.dtype, settings.precision)
+
+        yield from _our_rows(others, compiler, accuracy_of, keep_going)
+        yield from _peer_rows(others, accuracy_of, keep_going)
+        # JAX keeps the memory of a language model's programs, but PyTorch returns it.
+        yield from _peer_rows(models, accuracy_of, keep_going)
+        yield from _our_rows(models, compiler, accuracy_of, keep_going)
+
+
+def _our_rows(cases, compiler, accuracy_of, keep_going):
+    waiting = collections.deque((case, name) for case in cases for name in case.our_names)
+    is_first = True
+    while waiting and keep_going():
+        compiled, started = [], time.monotonic()
+        while waiting and not (compiled and (is_first or _is_full(compiled, started) or not keep_going())):
+            case, name = waiting.popleft()
+            if case.submit(name, compiler, accuracy_of(case)):
+                compiled.append((case, name))
+        compiler.wait()
+        for case, rows in itertools.groupby(compiled, lambda row: row[0]):
+            yield from case.rows([name for _, name in rows])
+        is_first = False
+
+
+def _is_full(compiled, started):
+    return len(compiled) >= ROWS_AT_ONCE or time.monotonic() - started >= TRACING_SECONDS
+
+
+def _peer_rows(cases, accuracy_of, keep_going):
+    for case in cases:
+        if case.settings.peers and keep_going():
+            yield from case.peer_rows(accuracy_of(case), keep_going)
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:

@@ -20,14 +20,15 @@ class Peer(NamedTuple):
     variants: Callable[[Task], Iterable[Variant]]
 
 
-def installed() -> dict[str, Peer]:
-    peers = {}
+def installed() -> tuple[dict[str, Peer], dict[str, str]]:
+    """Return the peers that can be imported, and the errors of the others, by name."""
+    peers, errors = {}, {}
     for name, load in PEERS.items():
         try:
             peers[name] = load()
         except Exception as error:  # a broken installation can raise anything
-            print(f"the peer {name} is left out, because its import failed: {error}")
-    return peers
+            errors[name] = " ".join(str(error).split())
+    return peers, errors
 
 
 def module(name: str) -> Peer:

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,8 @@ import pytest
 
 from experiments.bench import __main__ as bench
 from experiments.bench.measure import Accuracy, Compiler
+from experiments.bench.peers import table
+from experiments.bench.rows import Case
 from experiments.output.results import to_json
 
 
@@ -50,12 +53,45 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     assert code == 0 and report["rows"] == []
     assert not report["complete"] and report["missing"] == [f"{title}, xla", f"{title}, autodiff"]
 
-    moments = iter([0.0, 1.0, 1.0])
+    moments = iter([0.0, 0.0, 1.0])
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(moments, 9.0)))
     quickly("--time-limit", "5", "--json", str(path))
     report = json.loads(path.read_text())
     assert [row["implementation"] for row in report["rows"]] == ["xla"]
     assert not report["complete"] and report["missing"] == [f"{title}, autodiff"]
+
+
+def test_a_row_that_is_running_ends_soon_after_the_time_limit(quickly, monkeypatch):
+    monkeypatch.setattr(bench, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(Accuracy, "error", lambda *_: time.sleep(60))
+    started = time.monotonic()
+    code, report = quickly("--time-limit", "0.1")
+    assert time.monotonic() - started < 30
+    assert code == 0 and report["rows"] == [] and len(report["missing"]) == 2
+
+
+def test_the_first_row_is_timed_before_the_second_is_compiled_and_peers_come_last(quickly, monkeypatch):
+    events, submit, keep = [], Case.submit, bench.keep
+
+    def submitted(case, name, *args):
+        events.append(f"compile {name} {case.batch}")
+        return submit(case, name, *args)
+
+    def kept(report, path):
+        events.append(f"row {len(report['rows'])}")
+        keep(report, path)
+
+    monkeypatch.setattr(Case, "submit", submitted)
+    monkeypatch.setattr(bench, "keep", kept)
+    variants = lambda task: [("timed", None, lambda: {"microseconds": 1.0})]  # noqa: E731
+    monkeypatch.setattr(table, "PEERS", {"Peer": lambda: table.Peer("1.0", variants)})
+    _, report = quickly("--batch", "2", "3", "--peers")
+    compiled = ["compile xla 2", "row 1", "compile autodiff 2", "compile xla 3", "compile autodiff 3"]
+    assert events == [*compiled, *(f"row {n}" for n in (2, 3, 4, 5, 6, 6))]
+    names = ["xla", "autodiff", "Peer timed"]
+    assert [(row["batch"], row["implementation"]) for row in report["rows"]] == [
+        (n, name) for n in (2, 3) for name in names
+    ]
 
 
 def test_ctrl_c_keeps_the_rows_that_are_measured(quickly, tmp_path, press_ctrl_c, capsys, monkeypatch):

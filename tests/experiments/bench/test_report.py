@@ -27,5 +27,8 @@ def test_a_language_model_has_a_table_of_tokens(finished, capsys):
 
 def test_the_table_says_what_was_not_measured(finished, capsys):
     report = finished.report | {"complete": False, "missing": ["relu, batch 2, xla"]}
+    report |= {"left_out": {"A": "no module a", "B": "no module b"}}
     bench_report.print_table(report, Console(width=140, color_system=None))
-    assert "not measured: relu, batch 2, xla" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "not measured: relu, batch 2, xla" in output
+    assert output.count("peers that cannot be imported: A: no module a; B: no module b\n") == 1
