@@ -111,8 +111,11 @@ def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
     def lead(command):
         config, path = command
+        reason = f", because {devices.default(config)[1]}" if config.devices is None else ""
         config = dataclasses.replace(config, devices=devices.number_of(config))
         print(configs.as_json(configs.to_dict(config)), end="", flush=True)
+        if devices.available() > 1:
+            print(f"training on {config.devices} of {devices.available()} devices{reason}", flush=True)
         metrics = train(config, program)
         if path is not None:
             said = shlex.join([*program.split(), *args])

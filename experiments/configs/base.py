@@ -89,7 +89,7 @@ class TrainingConfig:
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with at least this test accuracy. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
-    """Number of devices that share each batch, a divisor of batch_size. None: as many as possible."""
+    """Number of devices that share each batch, a divisor of batch_size. None: one, or several if they are faster."""
     run_dir: Path | None = None
     """Directory of the run's files. None: a new folder in runs/."""
     resume: bool = False
@@ -109,6 +109,14 @@ class TrainingConfig:
     def data_name(self) -> str:
         """The name of the data in the file of results."""
         return self.name
+
+    @property
+    def examples_per_device(self) -> int | None:
+        """The fewest examples per GPU for which several GPUs were faster than one, or None if this was not measured.
+
+        The class of an experiment cites the measurement.
+        """
+        return None
 
     @property
     def policy(self) -> Policy:

@@ -172,6 +172,11 @@ class LeNetConfig(ImageConfig):
     fused: bool = True
     """Compute convolution, ReLU, and max-pooling as one op, instead of as three ops."""
 
+    @property
+    def examples_per_device(self) -> int:
+        # Two H200s took 320 us for 2 x 8192 examples, and one H200 about 435 us (docs/benchmarks/devices.md).
+        return 8192
+
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(
             classes=self.classes,

@@ -91,6 +91,12 @@ class GateConfig(ImageConfig):
         )
 
 
+GATES_PER_DEVICE = 1024 * 6 * 8000
+"""`examples_per_device` times the gates per example. Two H200s took 404 us for 2 x 1024 examples, and one H200 about
+630 us; with 6 x 64000 gates and 2 x 128 examples, 584 and about 755 us (docs/benchmarks/devices.md). With 6 x 8000
+gates and 2 x 128 examples, two H200s were slower than one."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConfig(GateConfig):
     """A network of differentiable logic gates on bits of thresholded images.
@@ -150,6 +156,10 @@ class LogicConfig(GateConfig):
         self._fill({"candidates": min(16, most)})
         fits = self.wiring != "learned" or self.candidates <= most
         self._check("candidates", fits, f"at most {most}, the number of bits of an example or of gates of a layer")
+
+    @property
+    def examples_per_device(self) -> int:
+        return math.ceil(GATES_PER_DEVICE / (self.layers * self.gates))
 
     @property
     def inputs(self) -> int:

@@ -19,12 +19,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from experiments.bench.measure import time_compiled
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
 from experiments.output.results import ROOT
 from experiments.studies import write_rows
-from jaxbp.verify.timing import device_seconds
 from pallas_kernels.core.device import HOPPER
 
 OVERLAPPING = {
@@ -92,6 +92,7 @@ def measured(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
             for step in steps
             for place, where in places.items()
         }
+        concurrent.futures.wait(programs.values())  # no program compiles while another is timed
         for workload, dtype, examples in steps:
             row = {"work": workload.title, "examples": examples}
             for place, (mesh, _) in places.items():
@@ -100,7 +101,7 @@ def measured(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
                     shardings = jax.tree.map(lambda a: a.sharding, data_parallel(workload, dtype, examples, mesh))
                     arguments = jax.device_put(arguments, shardings)
                 program = programs[(workload, dtype, examples), place].result()
-                row[place] = device_seconds(program, ((arguments,),), SECONDS).seconds / workload.steps * 1e6
+                row[place] = time_compiled(program, (arguments,), workload.steps, SECONDS)["microseconds"]
             yield row
 
 

@@ -16,20 +16,23 @@ from experiments.output.errors import UserError
 EXAMPLES, FEATURES = "examples", "features"
 
 
+def available() -> int:
+    """Return the largest number of devices of a run. Every process has equally many."""
+    return jax.process_count() * min(map(len, _of_each_process()))
+
+
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices of a run, by default the largest that divides the batch size."""
     processes, batch, devices, parallel = jax.process_count(), config.batch_size, config.devices, config.tensor_parallel
-    there_are = processes * min(map(len, _of_each_process()))
     if parallel > 1 and processes > 1:
         raise UserError(f"tensor_parallel is {parallel}; wants 1 in several processes")
-    if parallel > there_are:
-        raise UserError(f"tensor_parallel is {parallel}; wants at most {there_are}, the number of available devices")
+    if parallel > available():
+        raise UserError(f"tensor_parallel is {parallel}; wants at most {available()}, the number of available devices")
     if batch % processes:
         raise UserError(f"batch_size is {batch}; wants a multiple of {processes}, the number of processes")
     if devices is None:
-        return parallel * next(n for n in range(there_are // parallel, 0, -processes) if batch % n == 0)
-    if devices > there_are:
-        raise UserError(f"devices is {devices}; wants at most {there_are}, the number of available devices")
+        return default(config)[0]
+    if devices > available():
+        raise UserError(f"devices is {devices}; wants at most {available()}, the number of available devices")
     if devices % processes:
         raise UserError(f"devices is {devices}; wants a multiple of {processes}, the number of processes")
     if devices % parallel:
@@ -38,6 +41,16 @@ def number_of(config: TrainingConfig) -> int:
         parts = "the number of devices" if parallel == 1 else "devices / tensor_parallel"
         raise UserError(f"batch_size is {batch}; wants a multiple of {devices // parallel}, {parts}")
     return devices
+
+
+def default(config: TrainingConfig) -> tuple[int, str]:
+    """Return the number of devices of a run whose config leaves it open, and the reason."""
+    fewest, batch, least = jax.process_count() * config.tensor_parallel, config.batch_size, config.examples_per_device
+    if jax.default_backend() != "gpu" or least is None:
+        return fewest, f"more devices were not measured for {config.name} on {jax.default_backend()}"
+    numbers = range(available(), fewest, -fewest)
+    number = next((n for n in numbers if batch % n == 0 and batch >= n * least), fewest)
+    return number, f"several GPUs were faster from {least:,} examples per GPU on, and batch_size is {batch:,}"
 
 
 def mesh_of(config: TrainingConfig) -> Mesh:

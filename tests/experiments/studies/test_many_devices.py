@@ -53,10 +53,24 @@ def test_a_collective_in_a_loop_counts_once_per_iteration():
         many_devices.communicated(unknown)
 
 
-def test_a_step_is_timed_in_each_place(tmp_path, monkeypatch):
+def test_a_step_is_timed_in_each_place_after_all_are_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(many_devices, "EXAMPLES", {"lenet": (4,)})
     monkeypatch.setattr(many_devices, "OVERLAPPING", {})
     monkeypatch.setattr(many_devices, "SECONDS", 1e-3)
+    running, time_compiled, compile_ = [], many_devices.time_compiled, jax.stages.Lowered.compile
+
+    def compiled(lowered):
+        running.append(lowered)
+        program = compile_(lowered)
+        running.remove(lowered)
+        return program
+
+    def timed(*args):
+        assert not running
+        return time_compiled(*args)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    monkeypatch.setattr(many_devices, "time_compiled", timed)
     path = tmp_path / "found.json"
     assert many_devices.main(["measure", "--workloads", "lenet", "--json", str(path)]) == 0
     report = json.loads(path.read_text())

@@ -128,6 +128,7 @@ def gpt(tmp_path, sgd):
 
 
 def test_devices_that_divide_the_features_train_within_rounding_of_one(gpt):
+    assert devices.number_of(gpt(tensor_parallel=2)) == 2
     config = gpt(devices=4, tensor_parallel=2)
     prepared = training.prepare(config, config.load())
     metrics, states, _ = zip(*loop.run(prepared, prepared.state), strict=True)
@@ -148,15 +149,6 @@ def test_a_run_whose_features_are_divided_resumes_with_the_same_bits(gpt, tmp_pa
     assert {name: a.tobytes() for name, a in one.items()} == {name: a.tobytes() for name, a in other.items()}
 
 
-NUMBERS = [(16, None, 8), (20, None, 5), (1, None, 1), (16, 2, 2), (24, 3, 3)]
-
-
-@pytest.mark.parametrize(("batch", "asked", "taken"), NUMBERS)
-def test_left_open_a_run_takes_the_most_devices_that_divide_its_batch(toy_config, batch, asked, taken):
-    config = toy_config(batch_size=batch, devices=asked)
-    assert devices.number_of(config) == taken == devices.mesh_of(config).size
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,6 +160,35 @@ def test_left_open_a_run_takes_the_most_devices_that_divide_its_batch(toy_config
 def test_devices_that_cannot_divide_the_features_are_refused(gpt, options, message):
     with pytest.raises(ValueError, match=message):
         devices.number_of(gpt(**options))
+
+
+@pytest.mark.parametrize(("batch", "least", "taken"), [(64, 8, 8), (63, 8, 7), (40, 8, 5), (15, 8, 1), (64, None, 1)])
+def test_left_open_a_run_takes_several_devices_only_if_each_has_enough_examples(
+    toy_config, monkeypatch, batch, least, taken
+):
+    monkeypatch.setattr(toy_config, "examples_per_device", least)
+    config = toy_config(batch_size=batch, devices=None)
+    assert devices.number_of(config) == 1  # not measured on CPUs
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert devices.number_of(config) == taken == devices.mesh_of(config).size
+
+
+def test_a_run_says_how_many_devices_it_takes_and_why(toy_config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train", lambda *_: next(iter(())))
+    commands = iter([toy_config(devices=None, run_dir=tmp_path), toy_config(devices=4, run_dir=tmp_path)])
+    monkeypatch.setattr(train, "parse", lambda *_: train.Command(next(commands), None))
+    said = []
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            train.main([])
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert said[0] == "training on 1 of 8 devices, because more devices were not measured for toy on cpu"
+    assert said[1] == "training on 4 of 8 devices"
+
+
+@pytest.mark.parametrize(("batch", "asked"), [(16, 2), (24, 3)])
+def test_a_run_takes_the_devices_that_it_is_given(toy_config, batch, asked):
+    assert devices.number_of(toy_config(batch_size=batch, devices=asked)) == asked
 
 
 MISTAKES = [
