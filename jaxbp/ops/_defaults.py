@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Callable
 
+import jax
+
 from jaxbp.common import checks, numerics
 from jaxbp.pairing import DefaultImplementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -15,6 +17,20 @@ AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
 AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
 """For ops whose autodiff is faster on a GPU, if one program has forward and backward."""
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
+
+
+def in_float32(default: DefaultImplementation) -> Callable[..., DefaultImplementation]:
+    """Return `default`, which was measured in float32, but the formula for half precision.
+
+    In half precision, autodiff may round gradients more often than the formula.
+    """
+
+    def choose(*arrays, **options):
+        dtype = jax.tree.leaves(arrays)[0].dtype
+        return default if dtype == numerics.wide(dtype) else XLA_ON_GPU
+
+    return choose
+
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
 
