@@ -284,6 +284,8 @@ def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables, figures
     for path in (DOCS / "results").glob("*.json"):
         assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
         assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
+        written = re.search(r"--json (\S+)", json.loads(path.read_text())["command"])
+        assert written is None or written[1] == f"docs/results/{path.name}"
 
 
 def test_works_have_a_line_each_with_speedup_and_roofline(book):
@@ -337,13 +339,13 @@ def test_a_study_of_recipes_counts_the_seeds_that_came_out_exact(book):
     assert worst == ["ca-x: another", "0 of 1", "0", "0", "", ""]
 
 
-def test_a_command_of_a_script_that_moved_or_is_gone_can_be_run(book):
-    moved = report() | {"command": "python docs/lab/profiles.py lenet", "rows": []}
-    assert "    python -m experiments.studies.profiles lenet" in book("seeds run", run=moved)
-    checked = moved | {"command": "python -m experiments.sanitize relu"}
-    assert "    python -m tests.qa.sanitize relu" in book("seeds run", run=checked)
-    gone = moved | {"command": "python docs/lab/hardening.py ca-life"}
-    assert "    git checkout 0123456789abcdef && python docs/lab/hardening.py ca-life" in book("seeds run", run=gone)
+def test_a_command_of_a_script_that_moved_or_is_gone_checks_out_its_commit(book):
+    run = report() | {"rows": []}
+    today = {"command": "python -m experiments.studies.profiles lenet"}
+    assert f"\n    {today['command']}" in book("seeds run", run=run | today)
+    for script in ("docs/lab/profiles.py lenet", "-m experiments.sanitize relu", "docs/lab/hardening.py ca-life"):
+        gone = run | {"command": f"python {script}", "commit": "0123456789abcdef+"}
+        assert f"\n    git checkout 0123456789abcdef && python {script}" in book("seeds run", run=gone)
 
 
 def test_a_profile_adds_up_the_launches_of_a_kernel_and_weighs_their_shares(book):

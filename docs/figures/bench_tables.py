@@ -11,8 +11,8 @@ from figures.measurements import (
     all_rows,
     autodiff,
     best_peer,
-    grouped,
     library,
+    load,
     products,
     rows_of,
     speedup,
@@ -95,22 +95,32 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    lines = []
-    for report in reports.values():
-        works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))
-        for (op, place, batch), rows in works.items():
-            name = " ".join(part for part in (op.partition("-")[0], place) if part)
-            wide = {row["implementation"]: row for row in rows if row["dtype"] == "float32"}
-            for row in rows:
-                if row.get("peer") or not time(row):
-                    continue
-                float32 = wide.get(row["implementation"])
-                memory, wide_memory = row_bytes(row), row_bytes(float32)
-                share = percent(memory / wide_memory) if memory and wide_memory else ""
-                cells = [times(speedup(row, float32)), mebibytes(memory), share]
-                lines.append([f"{name}, batch {batch:,}", row["dtype"], *cells])
+    """Compare steps with the newest runs of the same steps in float32, from any file."""
+    newest = {
+        step_of(row): (name, row)
+        for name, report in load("*").items()
+        for row in rows_of(report)
+        if row.get("dtype") == "float32" and row.get("precision") == "default" and time(row)
+    }
+    lines, files = [], {}
+    for row in all_rows(reports):
+        if row.get("peer") or not time(row):
+            continue
+        file, float32 = newest.get(step_of(row), ("", None))
+        files |= {file: None} if file else {}
+        row = float32 if row["dtype"] == "float32" else row
+        name = " ".join(part for part in (row["op"].partition("-")[0], row["place"]) if part)
+        memory, wide_memory = row_bytes(row), row_bytes(float32)
+        share = percent(memory / wide_memory) if memory and wide_memory else ""
+        cells = [times(speedup(row, float32)), mebibytes(memory), share]
+        lines.append([f"{name}, batch {row['batch']:,}", row["dtype"], *cells])
     head = ["step", "computed in", "speedup over float32", "MiB", "% of float32 memory"]
-    return markdown(head, lines)
+    newest_runs = f"The rows in float32 are from the newest runs: {', '.join(map(link, files))}. The others are older."
+    return f"{markdown(head, lines)}\n\n{newest_runs}"
+
+
+def step_of(row: Row) -> tuple:
+    return row["op"], row["place"], row["batch"], row["implementation"]
 
 
 def row_bytes(row: Row | None) -> int | None:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from figures.measurements import Report, Reports, Row, grouped, rows_of, time, waits_for_host
+from figures.measurements import DOCS, Report, Reports, Row, grouped, rows_of, time, waits_for_host
 
 WHY = "why not faster"
 PUBLISHED = "published automaton"
@@ -98,10 +98,9 @@ def packages(report: Report) -> str:
 
 def provenance(name: str, report: Report, rates: bool) -> str:
     """Describe a run, with or without the rates that determine the roofline."""
-    rows, commit = rows_of(report), report.get("commit") or ""
+    rows = rows_of(report)
     where = f"{report['device']}, {packages(report)}, {day(report)}"
-    where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
-    where += " with uncommitted changes" if commit.endswith("+") else ""
+    where += f", commit {commit(report)}" if report.get("commit") else ""
     where += "".join(f"; {report[of]}" for of in ("processor", "compiler") if of in report)
     precisions = report.get("precision", "default").split(", ")
     if "dtype" in report:
@@ -129,13 +128,18 @@ def day(report: Report) -> str:
     return str(report["date"])[:10]
 
 
+def commit(report: Report) -> str:
+    """Return the commit of a run, and whether files had changed since the commit."""
+    recorded = report.get("commit") or "unknown"
+    return recorded.rstrip("+")[:10] + " with uncommitted changes" * recorded.endswith("+")
+
+
 def command(report: Report) -> str:
-    """Return the command that repeats a run, also if its script has moved or was deleted."""
-    moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
-    moved = moved.replace("-m experiments.sanitize ", "-m tests.qa.sanitize ")
-    gone = "docs/lab/", "experiments.studies.frozen_parameters", " mixer "
-    is_gone = any(name in moved for name in gone)
-    return f"git checkout {report['commit']} && {moved}" if is_gone else moved
+    """Return the command of a run, which checks out the run's commit if its script or an argument is gone today."""
+    recorded, script = report["command"], re.match(r"python (?:-m (\S+)|(docs/\S+))", report["command"])
+    path = DOCS.parent / (script[1].replace(".", "/") if script[1] else script[2]) if script else DOCS
+    is_gone = not (path.exists() or path.with_suffix(".py").exists()) or " mixer " in recorded
+    return f"git checkout {report['commit'].rstrip('+')} && {recorded}" if is_gone else recorded
 
 
 def devices(reports: Reports) -> str:

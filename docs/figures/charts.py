@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from figures.cells import times
+from figures.cells import PUBLISHED, times
 from figures.measurements import all_rows, best_peer, load
 from figures.summary import FAMILIES
 
@@ -46,6 +46,7 @@ def speed() -> str:
         if any(both)
     }
     peers = dict.fromkeys(peer["peer"] for family in FAMILIES if (peer := best_peer(family.rows())))
+    peers = [f"{peer} (reimplemented)" if peer == PUBLISHED else peer for peer in peers]
     legend = {"first": "over JAX's autodiff", "second": f"over the best peer: {', '.join(peers)}"}
     title = "Speedup of jaxbp (logarithmic axis; left of 1x, jaxbp is slower)"
     return chart(title, legend, {place(1): "1x"}, bars)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from figures.bench_tables import both_products
-from figures.cells import WHY, day, devices, floor, link, markdown, microseconds, times
+from figures.cells import WHY, commit, day, devices, floor, link, markdown, microseconds, times
 from figures.measurements import Reports, Row, all_rows, autodiff, best_peer, library, load, no_file, speedup
 
 
@@ -98,8 +98,12 @@ def summary(reports: Reports) -> str:
     head = ["workload, µs", *times_of, "products in: jaxbp / autodiff", "% of roofline", WHY]
     days = sorted(map(day, measured.values()))
     dates = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    files = ", ".join(map(link, sorted(measured)))
-    return f"{markdown(head, lines)}\n\nMeasured on {devices(measured)}, {dates}. Files: {files}."
+    files = ", ".join(f"{link(name)} at {commit(report)}" for name, report in sorted(measured.items()))
+    sources = f"Measured on {devices(measured)}, {dates}. Files, and commits of the runs: {files}."
+    return f"{markdown(head, lines)}\n\n{sources} This command repeats the commands of these files:\n\n    {REPRODUCE}"
+
+
+REPRODUCE = "python -m experiments.bench --reproduce"
 
 
 def of_autodiff(row: Row | None) -> str:

@@ -65,7 +65,7 @@ class Case:
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
-        self.name = workload.title + settings.label
+        self.name = _title(workload, batch) + settings.label
         self.title = f"{self.name}, batch {batch}"
         # The baseline of a language model is Flax, which is a peer.
         has_baselines = "autodiff" in settings.implementations or (settings.peers and workload.tokens is not None)
@@ -236,6 +236,14 @@ class Case:
             reference = self.accuracy.reference if reference is None else reference
             measured |= error_of(results, reference)
         return measured
+
+
+def _title(workload, batch):
+    # The size of most norms and products begins with the default batch size, but attention's with the length.
+    default = next(iter(workload.batches[0]), batch)
+    if workload.op.startswith("dot_product_attention"):
+        return workload.title
+    return workload.title.replace(f" {default}x", f" {batch}x")
 
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:

@@ -132,6 +132,20 @@ def test_a_language_model_has_rates_of_tokens_and_its_peers_run_first(workload_a
     assert ours["peak_bytes"] > parameters
 
 
+@pytest.mark.parametrize(
+    ("op", "place", "batch", "title"),
+    [
+        ("layer_norm", "65536x1024", 256, "layer_norm fwd+bwd 256x1024, batch 256"),
+        ("layer_norm", "65536x1024", 65536, "layer_norm fwd+bwd 65536x1024, batch 65536"),
+        ("dot_product_attention", "384x4x32 bias", 8, "dot_product_attention fwd+bwd 384x4x32 bias, batch 8"),
+        ("automaton", "16x16", 4, "automaton training step 16x16, batch 4"),
+    ],
+)
+def test_a_title_has_the_size_that_is_timed(workload_at, op, place, batch, title):
+    settings = Settings([], {}, "best", "float32", "default", 1e-3, False, {})
+    assert Case(workload_at(op, place), batch, settings).title == title
+
+
 @pytest.mark.parametrize("precision", ["default", "highest"])
 def test_programs_are_traced_at_the_precision_of_the_row(workload_at, precision):
     workload, seen = workload_at("linear_backward", "fc3"), set()
