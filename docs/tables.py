@@ -25,6 +25,7 @@ from figures.measurements import load, no_file, rows_of
 from figures.run_tables import (
     accuracy,
     communication,
+    compilation,
     frozen,
     profile,
     programs,
@@ -107,7 +108,7 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
     return "\n\n".join([f"{table}\n{sources}", *missing])
 
 
-DESCRIBED_BELOW = (works, ratios, dtypes, rows, seeds, frozen, profile, accuracy, sanitizer, communication)
+DESCRIBED_BELOW = (works, ratios, dtypes, rows, seeds, frozen, profile, accuracy, sanitizer, communication, compilation)
 """Tables below which `made_by` describes the result files. The other tables describe them, or have none."""
 OTHERS = (summary, slower, training, programs, supported)
 TABLES: dict[str, Callable[..., str]] = {

@@ -283,6 +283,21 @@ def sizes(reports: Reports) -> str:
     return f"{'; '.join(texts)}." if texts else ""
 
 
+PHASES = ("tracing", "lowering", "mosaic", "xla")
+
+
+def compilation(reports: Reports) -> str:
+    """Show the CPU seconds of each phase of compilation, the longest compilation first."""
+    timed = sorted(((sum(map(row.get, PHASES)), row) for row in all_rows(reports)), key=lambda pair: -pair[0])
+    lines = [
+        [f"{row['work']}, batch {row['batch']:,}", str(row["kernels"]), number(total)]
+        + [number(row[phase]) for phase in PHASES]
+        for total, row in timed
+    ]
+    head = ["first `jit`, CPU seconds", "kernels", "all", "tracing", "lowering", "Mosaic GPU, LLVM", "rest of XLA"]
+    return markdown(head, lines)
+
+
 SAYS_NOTHING = ("failed", "timed out")
 
 

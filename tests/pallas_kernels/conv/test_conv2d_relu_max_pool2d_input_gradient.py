@@ -22,10 +22,12 @@ def input_gradient_in_float64(dy, place, w, window=WINDOW):
     return dx
 
 
-@pytest.mark.parametrize(("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)])
-def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead):
+@pytest.mark.parametrize(
+    "config", [(2, 3, 1, False), (1, 3, 3, True), (2, 2, 1, False), (2, 1, 1, True), (1, 1, 3, False)]
+)
+def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(config):
     (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
-    config = InputGradientConfig(channels, cells, ahead)
+    config = InputGradientConfig(*config)
     gradient = functools.partial(input_gradient, input_size=x.shape[1:3], window=WINDOW, config=config)
     with on_the_cpu(), targeting(HOPPER):
         dx = jax.jit(gradient)(dy, place, w)
@@ -58,8 +60,9 @@ def test_the_input_gradient_is_right_for_other_windows_and_filters(window, windo
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (InputGradientConfig(4, 3, 1), "channels is 4; wants a divisor of 2"),
-        (InputGradientConfig(2, 3, 2), "ahead is 2; wants a divisor of 3"),
+        (InputGradientConfig(4, 3, 1, False), "channels is 4; wants a divisor of 2"),
+        (InputGradientConfig(2, 3, 2, False), "ahead is 2; wants a divisor of 3"),
+        (InputGradientConfig(2, 2, 1, True), "cells is 2; wants a divisor of 3"),
     ],
 )
 def test_tiles_of_the_input_gradient_that_do_not_divide_are_refused(config, message, on_hopper):
@@ -82,13 +85,19 @@ def test_gpu_input_gradients_match_float64_and_repeat_their_bits(block, N):
 
 
 @pytest.mark.parametrize(
-    ("N", "channels", "cells", "ahead"),
-    [(128, 1, 1, 4), (512, 1, 3, 2), (1024, 1, 6, 1), (2048, 1, 6, 1), (8192, 2, 6, 1)],
+    ("N", "config"),
+    [
+        (128, (1, 1, 4, True)),
+        (512, (1, 3, 2, False)),
+        (1024, (1, 6, 1, False)),
+        (2048, (1, 6, 1, False)),
+        (8192, (2, 6, 1, False)),
+    ],
 )
-def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N, channels, cells, ahead, on_hopper):
+def test_the_input_gradient_has_whole_rows_where_the_batch_keeps_the_gpu_busy(N, config, on_hopper):
     _, w, _, dy, place = shapes("lenet2", N)
-    config = input_gradient.plan(dy, place, w, input_size=(12, 12), window=WINDOW)
-    assert config == InputGradientConfig(channels, cells, ahead)
+    planned = input_gradient.plan(dy, place, w, input_size=(12, 12), window=WINDOW)
+    assert planned == InputGradientConfig(*config)
 
 
 @pytest.mark.parametrize("N", [LANES, 2048])
