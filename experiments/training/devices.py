@@ -48,7 +48,7 @@ def default(config: TrainingConfig) -> tuple[int, str]:
     fewest, batch, least = jax.process_count() * config.tensor_parallel, config.batch_size, config.examples_per_device
     if jax.default_backend() != "gpu" or least is None:
         return fewest, f"more devices were not measured for {config.name} on {jax.default_backend()}"
-    numbers = range(available(), fewest, -fewest)
+    numbers = range(available() // fewest * fewest, fewest, -fewest)
     number = next((n for n in numbers if batch % n == 0 and batch >= n * least), fewest)
     return number, f"several GPUs were faster from {least:,} examples per GPU on, and batch_size is {batch:,}"
 
