@@ -290,12 +290,16 @@ def compilation(reports: Reports) -> str:
     """Show the CPU seconds of each phase of compilation, the longest compilation first."""
     timed = sorted(((sum(map(row.get, PHASES)), row) for row in all_rows(reports)), key=lambda pair: -pair[0])
     lines = [
-        [f"{row['work']}, batch {row['batch']:,}", str(row["kernels"]), number(total)]
-        + [number(row[phase]) for phase in PHASES]
+        [compiled_name(row), str(row["kernels"]), number(total)] + [number(row[phase]) for phase in PHASES]
         for total, row in timed
     ]
     head = ["first `jit`, CPU seconds", "kernels", "all", "tracing", "lowering", "Mosaic GPU, LLVM", "rest of XLA"]
     return markdown(head, lines)
+
+
+def compiled_name(row: Row) -> str:
+    op, is_op, _ = row["work"].partition(" fwd+bwd ")
+    return f"`{op}`" if is_op else f"{row['work']}, batch {row['batch']:,}"
 
 
 SAYS_NOTHING = ("failed", "timed out")
