@@ -202,7 +202,7 @@ TESTED_ELSEWHERE = {
     "pallas_kernels/dense/products_sm90",
     "pallas_kernels/logic/tree",
     "pallas_kernels/norm/row_block",
-    *("jaxbp/ops/_defaults", "jaxbp/ops/attention/_formulas"),
+    "jaxbp/ops/attention/_formulas",
     *(f"jaxbp/logic/ops/{name}" for name in ("_automaton_formula", "_automaton_kernels", "_rows")),
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
