@@ -8,8 +8,8 @@ copies q, do, k, and v of one tile after another to a ring of shared memory. Eac
 each tile, and keeps one tile of sums in registers. XLA adds the sums of the CTAs, and of a tile's rows or columns.
 """
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,7 @@ from pallas_kernels.core.tiles import kernel
 _CONSUMERS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tiles of 128 queries and `keys` keys, and `stages` of them. `parts` CTAs divide the sum of each tile."""
 
     keys: int

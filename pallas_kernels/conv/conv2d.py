@@ -5,10 +5,9 @@ output channels. A CTA of `correlate_batch` computes a tile of dw for some rows 
 tiles.
 """
 
-import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,7 @@ _WANTED_PROGRAMS = 1024
 """Wanted CTAs, several per multiprocessor."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CorrelateConfig:
+class CorrelateConfig(NamedTuple):
     channels: int
     lane_block: int
 
@@ -88,8 +86,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class CorrelateBatchConfig:
+class CorrelateBatchConfig(NamedTuple):
     """A CTA's tile of dw. `splits` CTAs share each tile's sum over dy's rows and the batch."""
 
     out_channels: int
@@ -167,8 +164,7 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
     return jnp.sum(partial_sums, axis=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class SumBatchConfig:
+class SumBatchConfig(NamedTuple):
     lane_block: int
 
 

@@ -5,9 +5,8 @@ example per lane. A lane loads the pixels that these windows need into registers
 keeps one sum per window position.
 """
 
-import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ def _lane_block(N: int, at_most: int) -> int:
     return max(length for length in (LANES, 2 * LANES) if N % length == 0 and length <= at_most)
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """Maximum output channels, examples (`lane_block`), and simultaneous pooling windows per CTA. `forward`
     reduces channels and windows until the grid has `programs_per_multiprocessor` CTAs per multiprocessor."""
 

@@ -9,10 +9,9 @@ tile needs. For each position (r, s) in a window, `wgmma` multiplies a banded ma
 patch. `weights` stays in shared memory: see `docs/kernels/conv.md`.
 """
 
-import dataclasses
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +60,7 @@ _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     rows: int
     columns: int
     operand_bytes: int
@@ -82,7 +80,7 @@ def _tile(x, w, window, config):
     left = device.target().shared_bytes - _ITEM_BYTES * S * _FEATURES * summed - results - BARRIER_BYTES
     stages = min(_MAX_STAGES, left // (_ITEM_BYTES * stage_rows * EXAMPLES * config.warpgroups))
     return SimpleNamespace(
-        config=dataclasses.replace(config, stages=stages),
+        config=config._replace(stages=stages),
         patch=patch,
         features=features,
         group=group,

@@ -10,12 +10,11 @@ patch. `weights` has the filters, shifted to position t of each window, and zero
 transposes its patch through registers, the tensor cores multiply for another warpgroup.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +67,7 @@ _OTHER_REGISTERS = 40
 _SHARED_BYTES_A_CLOCK = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     rows: int
     columns: int
     channels: int

@@ -5,10 +5,9 @@ per lane and the sums in registers. For each window whose filters read pixels of
 weight by dy at the position of the maximum, and by zero at other positions.
 """
 
-import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ _MAX_UNROLLED = 2000
 """Maximum unrolled products, to bound compile time: a thousand take up to two seconds."""
 
 
-@dataclasses.dataclass(frozen=True)
-class InputGradientConfig:
+class InputGradientConfig(NamedTuple):
     """Tile per CTA: `channels` input channels of dx, and at most `cells` adjacent cells. dy is loaded one
     iteration ahead, for `ahead` output channels at once. If `uniform`, every CTA runs the code for the most windows,
     and routes nothing from windows that do not exist."""

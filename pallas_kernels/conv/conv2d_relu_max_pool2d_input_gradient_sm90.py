@@ -14,9 +14,8 @@ groups. For each row p, every warpgroup but the last writes `routed` of one grou
 in registers until the last row of windows that contributes to it.
 """
 
-import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +43,7 @@ MIN_JAX = (0, 11, 1)
 """First JAX known to lower `jnp.concatenate` in a kernel."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     windows: int
 
 

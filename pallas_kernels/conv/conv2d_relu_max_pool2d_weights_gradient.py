@@ -6,9 +6,8 @@ part of x that the filter reads at the position of the maximum. At the end, the 
 splits.
 """
 
-import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +39,7 @@ _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightsGradientConfig:
+class WeightsGradientConfig(NamedTuple):
     """Output channels per CTA, adjacent pooling windows that a thread processes at once, and wanted CTAs per
     multiprocessor."""
 

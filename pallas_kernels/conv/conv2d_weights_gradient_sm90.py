@@ -16,11 +16,10 @@ examples n. Each warpgroup multiplies 64 rows of the left operand, x or `routed`
 CTA writes the sums to device memory, and gathers the elements of each dw[k, c, u, v] through the L2 cache.
 """
 
-import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +60,7 @@ _BLOCK_COLUMNS = 4
 """Elements that a thread gathers at once: 16 bytes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tile per CTA: `channels` input channels, and `places` positions in each pooling window. The left operand of
     `wgmma` is x if `images_on_left`, otherwise `routed`."""
 

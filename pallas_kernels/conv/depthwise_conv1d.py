@@ -5,9 +5,8 @@ for one block of channels. The filters and the last F - 1 positions stay in regi
 once.
 """
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,7 @@ _PROGRAMS = 8
 """Minimum CTAs per multiprocessor before a CTA gets more rows. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tile of a CTA: `length` channels, a multiple of `LANES`, and `rows` positions."""
 
     length: int

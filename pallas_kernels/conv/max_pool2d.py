@@ -6,9 +6,9 @@ channel and one block of the batch, with one example per lane. For each cell, it
 of every window that can overlap the cell.
 """
 
-import dataclasses
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 
-@dataclasses.dataclass(frozen=True)
-class RouteConfig:
+class RouteConfig(NamedTuple):
     lane_block: int
 
 
@@ -90,8 +89,7 @@ _ACCESSES = 4
 """Vectors per thread. One to eight took equally long: docs/lab/2026-11-28-pools.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class WindowsConfig:
+class WindowsConfig(NamedTuple):
     """A thread computes `accesses` vectors of dx, or that many vectors per row of the window.
 
     Attributes:

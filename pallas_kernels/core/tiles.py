@@ -10,7 +10,7 @@
     pool(x, window=2)                                 # runs with the planned config
     pool(x, window=2, config=Config(rows=4))
 
-Arguments may be arrays, or any objects with a shape and a dtype. A config is a frozen dataclass.
+Arguments may be arrays, or any objects with a shape and a dtype. A config is a named tuple.
 """
 
 import functools

@@ -4,8 +4,7 @@ XLA sorts the tokens by row, so that the tokens of one row form a contiguous run
 whole row; for a long run, one block of features. Long runs start first, so that they do not finish last.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,7 @@ _BLOCKS_AT_ONCE = 8
 """Maximum blocks of features per iteration of a CTA. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`length` is the number of features per vector in registers."""
 
     length: int

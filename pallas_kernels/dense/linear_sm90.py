@@ -6,7 +6,6 @@ Operands are in half precision, or in float32, rounded to TF32. The summed axis 
 multiprocessors are busy, and XLA adds the splits' sums in a fixed order.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,7 +39,7 @@ _BYTES_A_MICROSECOND = 3e6
 
 
 def _clustered(config: Config, columns: int) -> Config:
-    return dataclasses.replace(squared(config, columns), cluster=2)
+    return squared(config, columns)._replace(cluster=2)
 
 
 def _fastest(configs: Iterable[Config], batch: int, rows: int, columns: int, summed_bytes: int) -> Config:
@@ -56,7 +55,7 @@ def _fastest(configs: Iterable[Config], batch: int, rows: int, columns: int, sum
     def splits(config):
         # The schedule of splits is for two consumers per tile.
         most = min(steps, multiprocessors) if config.consumers > 1 else 1
-        return (dataclasses.replace(config, splits=n) for n in range(1, most + 1))
+        return (config._replace(splits=n) for n in range(1, most + 1))
 
     return min((split for config in configs for split in splits(config)), key=estimate)
 

@@ -4,9 +4,9 @@ gradient.
 In the first kernel, each thread computes the maximum and sum of an online softmax of its logits.
 """
 
-import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ _UNROLLED = 16
 _LOG2_E = math.log2(math.e)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`length` logits per vector, a divisor of the row's length; `parts` CTAs per row; and `unrolled` vectors whose
     loads are in flight at once."""
 

@@ -4,11 +4,10 @@
 product are divided into slices: from 32 inputs to all outputs.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,7 @@ _RESERVED_BYTES = 11 * 1024
 the numbers of stages in docs/lab/2026-11-21-dense.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     stages: int
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,7 @@ _EPILOGUE_MICROSECONDS = {1: 0.5, 2: 2.3}
 docs/lab/2026-11-28-products.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tiles of `rows` x `columns`. The summed axis is divided into `splits` parts, each with a separate result
     (split-K). CTAs compute the result in vertical blocks, `raster` tiles wide; 0 means a single block. A cluster has 1
     or 2 CTAs. A tile has one consumer in the ping-pong schedule, and two in the cooperative schedule."""
@@ -96,7 +95,7 @@ def configs_of(columns: int) -> list[Config]:
 def squared(config: Config, columns: int) -> Config:
     """Return the config with a raster for which concurrent tiles form a square, and share operands in the L2 cache."""
     raster = largest_divisor(-(-columns // config.columns), RASTER_COLUMNS // config.columns)
-    return dataclasses.replace(config, raster=raster)
+    return config._replace(raster=raster)
 
 
 def microseconds(config: Config, tiles: int, steps: float) -> float:

@@ -3,8 +3,8 @@
 For an integer label that is not the index of a class, the loss is NaN, and the gradient is NaN unless dy is 0.
 """
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,7 @@ _MAX_UNROLLED = 16
 """Classes whose loads are in flight at once. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`length` examples per CTA, and `unroll` classes whose loads are in flight at once."""
 
     length: int

@@ -8,7 +8,6 @@ row of shared memory with one value per cell. The backward computes
 from dy, the sum of the gradients from the gates that read y.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -60,8 +59,7 @@ _MAX_CONSUMERS = 32
 """Maximum gates that read one input or output. Unrolled code sums their gradients. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
     Attributes:
@@ -123,7 +121,7 @@ def _forward_plan(*arrays, sizes):
 
 def _simulable(config: Config) -> Config:
     # The simulator treats a gather or scatter as an access to all rows, and would report false data races.
-    return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
+    return config if simulating() is None else config._replace(programs=1, warpgroups=1)
 
 
 def _shared_limit() -> int:

@@ -19,11 +19,10 @@ dy is `(gates, N)`, N a multiple of 128, or `(groups, N)` if equally many consec
 `(inputs, N)`, and c `(gates, 4)`. dx has x's dtype, and dc is float32.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +80,7 @@ _GATE_BLOCKS = 4
 """Maximum lane blocks, each of `LANES` examples, per CTA. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GatesConfig:
+class GatesConfig(NamedTuple):
     """Number of blocks of 128 examples that each CTA computes."""
 
     blocks: int
@@ -156,8 +154,7 @@ _INPUT_EXAMPLES = 1024
 """Maximum examples per CTA. Half as many were slower: docs/lab/2026-11-22-logic.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ByInputConfig:
+class ByInputConfig(NamedTuple):
     """Tile of a CTA: one input of the layer, and `blocks` blocks of `length` (a multiple of 128) examples."""
 
     blocks: int
@@ -219,8 +216,7 @@ _INPUTS, _CONSUMERS = 4, 4
 """Maximum inputs per CTA, and consumers per input that it reads at once. Not tuned: docs/lab/2026-11-22-logic.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class InputConfig:
+class InputConfig(NamedTuple):
     """Tile of a CTA: `inputs` inputs of the layer, and one block of `length` examples. For each input, the CTA loads
     at once the data of `consumers` gates that read it."""
 
@@ -295,8 +291,7 @@ SUM_ROWS = SUMMED_ROWS // 2
 """Rows of shared memory per CTA, for the sums of at most four gates."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrailConfig:
+class TrailConfig(NamedTuple):
     """Tile of a CTA: `inputs` inputs of the layer, and `blocks` blocks of `length` (a multiple of 128) examples."""
 
     inputs: int

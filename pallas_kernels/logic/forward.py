@@ -4,7 +4,7 @@ A CTA computes consecutive gates of an Euler trail, which share inputs, for one 
 docs/kernels/logic.md.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ _PROGRAM_EXAMPLES = 512
 """Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tile of a CTA: the outputs of `gates` gates for `length` examples, a multiple of 128."""
 
     gates: int

@@ -15,11 +15,10 @@ group has `wires / groups` neighboring wires. weights is `(wires, K)`, candidate
 `(wires, N)`, N a multiple of 128. y has x's dtype, and dv and dweights are float32.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +39,7 @@ _MAX_WEIGHTS = 1024
 """Maximum weights per group. The body is unrolled, and the time to compile it is proportional to their number."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Number of blocks of 128 examples that each CTA computes."""
 
     blocks: int

@@ -6,11 +6,10 @@
 table[i] has the four coefficients of function i. The kernels run only on GPUs and in the Mosaic GPU simulator.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,7 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Each thread computes one gate."""
 
 

@@ -9,7 +9,7 @@ fixed order.
 import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,7 @@ _MAX_COLUMNS_PER_TURN = 2
 """Pooling windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Number of rows that a CTA computes: rows of the image in `input_gradient`, otherwise of the pooled output."""
 
     rows: int

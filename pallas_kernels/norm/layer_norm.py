@@ -10,10 +10,9 @@ sums over these rows for dscale and dbias. A row may not fit in registers, so ea
 allocate no shared memory, so Pallas' interpreter runs them, too.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +33,13 @@ _PROGRAMS = 4
 """Fewest CTAs of `gradients` per multiprocessor before a CTA gets several rows. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NormalizeConfig:
+class NormalizeConfig(NamedTuple):
     """`vector` is the number of elements that a CTA loads at once, a multiple of `LANES`."""
 
     vector: int
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientsConfig:
+class GradientsConfig(NamedTuple):
     """Tile of a CTA: `rows` rows and `columns` columns of dx. The CTA reads whole rows, `vector` elements at once.
     `columns` is a multiple of `vector`."""
 

@@ -7,8 +7,7 @@ respect to the dense layer's output. dscale and dbias are sums over the outputs.
 partial sums for dscale and dbias.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,7 @@ _LOADED_OUTPUTS = 4
 """Outputs whose s and w a CTA loads at once. Not tuned."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Tile of a CTA: `outputs` rows and `columns` columns of dw, which divide dw's shape."""
 
     outputs: int

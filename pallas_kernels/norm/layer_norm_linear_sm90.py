@@ -7,10 +7,9 @@ of 64 rows. In the input gradient, each computes half of the columns of dx in th
 float32, on one slice of 64 columns at a time.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +34,13 @@ _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns arrays in shared memory (docs/lab/2026-11-21-norm.md)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """A TMA copy stores `columns` columns of the output z."""
 
     columns: int = 2 * _COLUMNS
 
 
-@dataclasses.dataclass(frozen=True)
-class InputGradientConfig:
+class InputGradientConfig(NamedTuple):
     """Number of buffers in shared memory, each for 64 rows of dz, the gradient with respect to the output."""
 
     stages: int = 2

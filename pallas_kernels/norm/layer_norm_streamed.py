@@ -5,10 +5,9 @@ TMA copies groups of rows to a ring of stages in shared memory. A persistent CTA
 the last row read zeros and write nothing. `layer_norm.py` has the formulas.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,7 @@ _OVERHEAD_BYTES = 3 * 1024
 """Shared memory per CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """A stage of the ring in shared memory holds `rows` rows. `programs` counts the CTAs per multiprocessor."""
 
     rows: int

@@ -3,10 +3,9 @@
 The trailing axes form rows: see `Rows`. A CTA applies the formula to one block of consecutive elements of a row.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,7 @@ _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`length` is the number of consecutive elements per CTA: a multiple of 128, at most the elements of a row:
     see `Rows`."""
 

@@ -6,7 +6,7 @@ Each CTA computes part of a sum along rows or columns, and XLA adds the parts.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,7 @@ _MIXED_ELEMENTS = 2
 """See `elementwise.py`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`length` is the number of elements that a CTA loads at once, a multiple of 128. Each sum is divided among
     `splits` CTAs."""
 

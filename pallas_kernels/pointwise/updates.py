@@ -4,10 +4,10 @@ Arrays come in lists, such as parameters, moments, and gradients. For one i, a C
 elements in the i-th array of every list.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 Arrays = Sequence[Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """`accesses` is the number of loads, of at most 16 bytes each, per thread and list of arrays."""
 
     accesses: int = 1

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import pytest
@@ -9,8 +10,7 @@ from pallas_kernels.core import tiles
 from pallas_kernels.core.device import HOPPER, targeting
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     rows: int
 
 
