@@ -12,6 +12,12 @@ A call passes through these layers, and a gradient through them again, in this o
     mesh  `over_devices` runs a kernel on each device of a mesh with a part of the examples
 """
 
+from jaxbp.pairing.gradients import by_autodiff as by_autodiff
+from jaxbp.pairing.gradients import in_dtypes_of as in_dtypes_of
+from jaxbp.pairing.gradients import summed_like as summed_like
+from jaxbp.pairing.mesh import Axes as Axes
+from jaxbp.pairing.mesh import BatchAxes as BatchAxes
+from jaxbp.pairing.mesh import batched as batched
 from jaxbp.pairing.op import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jaxbp.pairing.op import DefaultImplementation as DefaultImplementation
 from jaxbp.pairing.op import Implementation as Implementation

@@ -12,8 +12,7 @@ from jax import Array
 from jaxbp.common.numerics import cast, upcast
 from jaxbp.ops.attention._chunks import attend, gradients
 from jaxbp.ops.attention._formulas import where_key
-from jaxbp.pairing import differentiable
-from jaxbp.pairing.mesh import Axes
+from jaxbp.pairing import Axes, differentiable
 from pallas_kernels.attention.backward_bias_sm90 import backward_bias
 from pallas_kernels.attention.backward_keys_sm90 import backward_keys
 from pallas_kernels.attention.backward_queries_sm90 import backward_queries

@@ -20,8 +20,7 @@ from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.ops.attention._chunks import attend, gradients
 from jaxbp.ops.attention._formulas import attention_by_autodiff, without_unpaired
 from jaxbp.ops.attention._kernels import attend_kernel, gradients_kernel, unsupported
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair
-from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, by_autodiff, in_dtypes_of
 from pallas_kernels.attention.tiles import Known, Masks, intervals
 
 AnyQueries = Float[AnyArray, "*batch T N H"]

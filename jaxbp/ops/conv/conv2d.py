@@ -21,8 +21,7 @@ from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.ops.dense import _products as products
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, batched, differentiable, per_implementation
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.arrays import batch_first, batch_last

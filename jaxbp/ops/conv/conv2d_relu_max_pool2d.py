@@ -18,9 +18,7 @@ from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import max_pool2d
 from jaxbp.ops.conv.conv2d import check_shapes
-from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import Implementation, Op, Pair, batched, differentiable, in_dtypes_of
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90

@@ -22,8 +22,7 @@ from jaxbp.common.windows import (
     with_pool_options,
 )
 from jaxbp.ops.conv import _layouts as layouts
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, transpose
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, batched, differentiable, transpose
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import unsupported_indices

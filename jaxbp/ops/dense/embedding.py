@@ -15,8 +15,7 @@ from jaxbp.common.cases import BATCH, Argument, Case, case_of, pair_entries, row
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
-from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable, in_dtypes_of
 from jaxbp.pairing.mesh import batched, on_explicit_axes
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES

@@ -17,9 +17,7 @@ from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, Argument, Case, FixedArgument, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import clipped_to_int32, upcast, wide
-from jaxbp.pairing import Implementation, Op, Pair, differentiable
-from jaxbp.pairing.gradients import by_autodiff, in_dtypes_of
-from jaxbp.pairing.mesh import Axes
+from jaxbp.pairing import Axes, Implementation, Op, Pair, by_autodiff, differentiable, in_dtypes_of
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.dense import grouped_linear_sm90 as kernels
 from pallas_kernels.dense.group_tiles import group_ranges, row_tiles

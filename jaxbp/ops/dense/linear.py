@@ -12,9 +12,7 @@ from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, XLA_ON_GPU, in_float32
 from jaxbp.ops.dense import _products as products
-from jaxbp.pairing import Implementation, Pair
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import Implementation, Pair, batched, in_dtypes_of
 
 
 def _forward(x, w, b, *, precision):

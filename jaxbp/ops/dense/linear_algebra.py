@@ -20,8 +20,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast_like, upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, XLA_ON_GPU, fused_pair, in_float32
 from jaxbp.ops.dense._products import PRODUCT
-from jaxbp.pairing import Implementation, Pair, per_implementation
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import Implementation, Pair, in_dtypes_of, per_implementation
 from pallas_kernels.pointwise.reductions import sum_over
 
 

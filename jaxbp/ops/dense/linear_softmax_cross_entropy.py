@@ -20,8 +20,7 @@ from jaxbp.common.cases import BATCH, LABELS, Argument, Case, Entry, case_of, ro
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, in_dtypes_of
 from jaxbp.pairing.mesh import device_parts, mesh_of, sharding_of_rows
 from pallas_kernels.core.arrays import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels

@@ -10,8 +10,7 @@ from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise
-from jaxbp.pairing import Implementation
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import Implementation, in_dtypes_of
 from pallas_kernels.norm.statistics import inverse_root
 
 AnyChannels = Float[AnyArray, "channels"]

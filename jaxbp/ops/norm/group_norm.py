@@ -11,9 +11,7 @@ from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair, xla_and_pallas
-from jaxbp.pairing import Implementation
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import Implementation, batched, in_dtypes_of
 from pallas_kernels.norm.statistics import inverse_root
 
 AnyChannels = Float[AnyArray, "channels"]

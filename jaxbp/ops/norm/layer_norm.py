@@ -12,9 +12,7 @@ from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, case_of, pair_entries, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
-from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, batched, differentiable, in_dtypes_of
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.norm import layer_norm as kernels
 from pallas_kernels.norm import layer_norm_streamed

@@ -17,9 +17,7 @@ from jaxbp.ops.dense._products import parameter_gradients_in_float32
 from jaxbp.ops.dense.linear import forward_in_float32, linear
 from jaxbp.ops.norm import layer_norm
 from jaxbp.ops.norm.layer_norm import row_statistics, rows
-from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, batched, differentiable, in_dtypes_of
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import linear_sm90

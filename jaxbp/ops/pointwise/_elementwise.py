@@ -11,9 +11,7 @@ from jax import Array
 from jaxbp.common import barriers, checks
 from jaxbp.common.numerics import cast_like, upcast
 from jaxbp.ops._defaults import XLA_ON_GPU
-from jaxbp.pairing import DefaultImplementation, Implementation, Pair, given_arguments
-from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import Axes
+from jaxbp.pairing import Axes, DefaultImplementation, Implementation, Pair, given_arguments, in_dtypes_of
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 

@@ -18,8 +18,7 @@ from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
-from jaxbp.pairing import Implementation
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import Implementation, in_dtypes_of
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 

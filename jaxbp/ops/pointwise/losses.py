@@ -17,9 +17,7 @@ from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
-from jaxbp.pairing import Implementation
-from jaxbp.pairing.gradients import in_dtypes_of, summed_like
-from jaxbp.pairing.mesh import batched
+from jaxbp.pairing import Implementation, batched, in_dtypes_of, summed_like
 
 Gradients = tuple[Floats, Floats]
 

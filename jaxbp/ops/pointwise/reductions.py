@@ -20,8 +20,7 @@ from jaxbp.common.cases import APART, BATCH, SMOOTH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
 from jaxbp.common.numerics import cast_like, largest_and_total, limit, mean_and_rest, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
-from jaxbp.pairing import Implementation
-from jaxbp.pairing.gradients import in_dtypes_of
+from jaxbp.pairing import Implementation, in_dtypes_of
 
 Axis = int | Sequence[int] | None
 AnyReduced = Float[AnyArray, "*reduced"]

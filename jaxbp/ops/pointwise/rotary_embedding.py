@@ -14,8 +14,7 @@ from jaxbp.common.cases import BATCH, Argument, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import XLA_ON_GPU
-from jaxbp.pairing import Implementation, Pair
-from jaxbp.pairing.mesh import Axes
+from jaxbp.pairing import Axes, Implementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 
 AnyHeads = Float[AnyArray, "*batch head_dim"]
