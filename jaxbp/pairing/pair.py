@@ -35,8 +35,9 @@ class Pair(Op[P, R]):
         per array of the forward, or one array if there is only one. The gradient of an integer array is None or has
         dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
-        tuple of pytrees, by default the arguments. Its arrays that are not arguments get the op's name, for the
-        policies of `jax.checkpoint`. If `save` calls a kernel, wrap the kernel in `differentiable`.
+        tuple of pytrees, by default the result of `residuals`, or else the arguments. Its arrays that are not arguments
+        get the op's name, for the policies of `jax.checkpoint`. If `save` calls a kernel, wrap the kernel in
+        `differentiable`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `vjp` calls
         `save`.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
@@ -84,10 +85,9 @@ class Pair(Op[P, R]):
                 got = f"{name}: backward is a {type(backward).__name__}"
                 raise TypeError(f'{got}; wants a dict from implementations to functions, say {{"xla": ...}}, or an Op')
             backward = Op(f"{name}_backward", _kernels_differentiable(backward, batch_axes), jit=jit)
-        if linear:
-            save, residuals = functools.partial(_saving_nothing, forward), _nothing
-        elif save is None:
-            save, residuals = functools.partial(saving_arguments, forward), residuals or given_arguments
+        if linear or save is None:
+            residuals = _nothing if linear else residuals or given_arguments
+            save = functools.partial(_saving, residuals, forward)
         saves = save if isinstance(save, Mapping) else dict.fromkeys(backward.implementations, save)
         self._rules = {
             key: (saves[key], rule)
@@ -207,16 +207,15 @@ def _value(save, *arrays, **options):
     return save(*arrays, **options)[0]
 
 
-def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    return forward(*arrays, **options), arrays
+def _saving(residuals, forward, *arrays, **options):
+    return forward(*arrays, **options), residuals(*arrays, **options)
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
     return arrays
 
 
-def _saving_nothing(forward, *arrays, **options):
-    return forward(*arrays, **options), ()
+saving_arguments = functools.partial(_saving, given_arguments)
 
 
 def _nothing(*arrays, **options):

@@ -7,6 +7,8 @@ the dilation d, and the padding p of `conv2d`. So x has shape (batch, k, ...), w
 `output_size` is the size of y without the `added` rows and columns, which no x reaches.
 """
 
+import functools
+
 from jax import lax
 
 from jaxbp.ops.conv.conv2d import (
@@ -16,17 +18,13 @@ from jaxbp.ops.conv.conv2d import (
     conv2d_backward_input,
     conv2d_backward_weights,
 )
-from jaxbp.pairing import Pair, per_implementation
+from jaxbp.pairing import Pair, per_implementation, saving_arguments
 
 
 def _forward(x, w, b, *, output_size, added, implementation="autodiff", **options):
     y = conv2d_backward_input(x, w, output_size, implementation=implementation, **options)
     y = lax.pad(y, y.dtype.type(0), [(0, 0, 0), (0, 0, 0), *((*both, 0) for both in added)])
     return y if b is None else y + b[None, :, None, None]
-
-
-def _save(x, w, b, **options):
-    return _forward(x, w, b, **options), (x, w, b)
 
 
 def _gradients(dy, x, w, b, *, output_size, added, implementation, **options):
@@ -37,16 +35,12 @@ def _gradients(dy, x, w, b, *, output_size, added, implementation, **options):
     return dx, dw, db
 
 
-def _unsupported(*arrays, output_size, added, **options):
-    return CONV2D.unsupported(*arrays, **options)
-
-
 _EVERY = ("pallas", "xla", None)
 CONV_TRANSPOSE2D = Pair(
     _forward,
     per_implementation(_gradients, _EVERY),
-    save=per_implementation(_save, _EVERY),
+    save=per_implementation(functools.partial(saving_arguments, _forward), _EVERY),
     name="conv_transpose2d",
-    unsupported=_unsupported,
+    unsupported=lambda *arrays, output_size, added, **options: CONV2D.unsupported(*arrays, **options),
     jit=True,
 )

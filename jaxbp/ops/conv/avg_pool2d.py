@@ -19,13 +19,12 @@ from jaxbp.common.windows import (
     unsupported,
     with_pool_options,
 )
-from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops._defaults import fused_pair, xla_and_pallas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._conv2d_formulas import full_padding
 from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.arrays import batch_first, batch_last
-from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _forward(x, *, windows, counted, shape):
@@ -85,12 +84,7 @@ def _global_forward(x, *, shape):
     return jnp.mean(upcast(x), axis=(2, 3)).astype(x.dtype)
 
 
-def _global_gradient(dy, *, shape):
-    share = upcast(dy) / (shape[2] * shape[3])
-    return jnp.broadcast_to(share[:, :, None, None], shape).astype(dy.dtype)
-
-
-def _global_gradient_kernel(dy, *, shape):
+def _global_gradient(elementwise, sum_over, dy, *, shape):
     return elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape)
 
 
@@ -98,7 +92,7 @@ _AVG_POOL2D = fused_pair(
     _forward, {"xla": _gradient, "pallas": _gradient_kernel}, linear=True, name="avg_pool2d", unsupported=_unsupported
 )
 _GLOBAL_AVG_POOL2D = fused_pair(
-    _global_forward, {"xla": _global_gradient, "pallas": _global_gradient_kernel}, linear=True, name="global_avg_pool2d"
+    _global_forward, xla_and_pallas(_global_gradient), linear=True, name="global_avg_pool2d"
 )
 
 

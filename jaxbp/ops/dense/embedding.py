@@ -33,14 +33,6 @@ def _forward(indices, table, *, num_embeddings):
     return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding)
 
 
-def _save(indices, table, *, num_embeddings):
-    return _forward(indices, table, num_embeddings=num_embeddings), (indices,)
-
-
-def _residuals(indices, table, *, num_embeddings):
-    return (indices,)
-
-
 def _tokens(dy, indices, num_embeddings):
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
@@ -138,8 +130,7 @@ _FORMULA = differentiable(_formula, _scatter, batched("dy", "indices"))
 _EMBEDDING = Pair(
     _forward,
     {"xla": _FORMULA, "pallas": _kernel},
-    save=_save,
-    residuals=_residuals,
+    residuals=lambda indices, table, *, num_embeddings: (indices,),
     name="embedding",
     unsupported=_unsupported,
     batch_axes=batched("dy", "indices"),

@@ -17,11 +17,10 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, case_of, pair_entries
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import cast_like, upcast, wide
-from jaxbp.ops._defaults import AUTODIFF_ON_GPU, XLA_ON_GPU, fused_pair, in_float32
+from jaxbp.common.numerics import cast_like, wide
+from jaxbp.ops._defaults import AUTODIFF_ON_GPU, XLA_ON_GPU, fused_pair, in_float32, xla_and_pallas
 from jaxbp.ops.dense._products import PRODUCT
 from jaxbp.pairing import Implementation, Pair, in_dtypes_of, per_implementation
-from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _matrices(a, b):
@@ -82,30 +81,16 @@ _DOT = fused_pair(
 )
 
 
-def _outer_gradients(dy, a, b):
-    dy, wide_a, wide_b = map(upcast, (dy, a.ravel(), b.ravel()))
-    da, db = jnp.sum(dy * wide_b[None], axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
-    return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
-
-
-def _outer_gradients_kernel(dy, a, b):
+def _outer_gradients(elementwise, sum_over, dy, a, b):
     da = sum_over(operator.mul, dy, b.ravel(), axes=(1,))
     db = sum_over(operator.mul, dy, a.reshape(a.size, 1), axes=(0,))
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 
 
-def _transpose(a, *, axes, shape):
-    return a.transpose(axes)
-
-
-def _transpose_back(dy, *, axes, shape):
-    return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))
-
-
-_OUTER = fused_pair(jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, name="outer")
+_OUTER = fused_pair(jnp.outer, xla_and_pallas(_outer_gradients), name="outer")
 _TRANSPOSE = Pair(
-    _transpose,
-    {"xla": _transpose_back},
+    lambda a, *, axes, shape: a.transpose(axes),
+    {"xla": lambda dy, *, axes, shape: dy.transpose(sorted(range(len(axes)), key=axes.__getitem__))},
     linear=True,
     name="transpose",
     unsupported=lambda a, **options: "any array, because no kernel is faster than XLA's transpose",

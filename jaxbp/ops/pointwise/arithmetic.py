@@ -14,10 +14,9 @@ from jaxtyping import Float
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, SMOOTH, Argument, case_of, hidden_entries, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
-from pallas_kernels.pointwise.elementwise import elementwise
 
 X1 = Float[AnyArray, "*shape1"] | float
 X2 = Float[AnyArray, "*shape2"] | float
@@ -104,15 +103,12 @@ def _gradient_of_larger(dy, x1, x2):
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 
-def _negative(x, *, shape):
-    return -x
-
-
-def _negative_kernel(dy, *, shape):
-    return elementwise(jnp.negative, dy)
-
-
-_NEGATIVE = fused_pair(_negative, {"xla": _negative, "pallas": _negative_kernel}, linear=True, name="negative")
+_NEGATIVE = fused_pair(
+    lambda x, *, shape: -x,
+    xla_and_pallas(lambda elementwise, sum_over, dy, *, shape: elementwise(jnp.negative, dy)),
+    linear=True,
+    name="negative",
+)
 _ADD = Elementwise("add", jnp.add, lambda dy, x1, x2: (dy, dy))
 _SUBTRACT = Elementwise("subtract", jnp.subtract, lambda dy, x1, x2: (dy, -dy))
 _MULTIPLY = Elementwise("multiply", jnp.multiply, lambda dy, x1, x2: (dy * x2, dy * x1))

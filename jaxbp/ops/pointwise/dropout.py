@@ -51,11 +51,12 @@ def _no_gradient(rate_array):
     return None if rate_array is None else jnp.zeros_like(rate_array)
 
 
-def _save(x, key, rate_array, **options):
-    return _forward(x, key, rate_array, **options), (key, rate_array)
-
-
-_DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, name="dropout")
+_DROPOUT = fused_pair(
+    _forward,
+    {"xla": _gradient, "pallas": _gradient_kernel},
+    residuals=lambda x, *key_and_rate, **options: key_and_rate,
+    name="dropout",
+)
 
 
 def dropout(

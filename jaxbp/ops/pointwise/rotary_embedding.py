@@ -88,14 +88,6 @@ def _gradient_kernel(dy, positions, *, frequencies, interleaved):
     return _apply_to_pairs(lambda dy1, dy2: elementwise(_rotate, dy1, dy2, cos, sin), dy, interleaved), None
 
 
-def _save(x, positions, **options):
-    return _forward(x, positions, **options), (positions,)
-
-
-def _residuals(x, positions, **options):
-    return (positions,)
-
-
 def _batch_axes(dy, positions):
     if dy.ndim == 1:
         return Axes({})
@@ -105,8 +97,7 @@ def _batch_axes(dy, positions):
 _ROTARY_EMBEDDING = Pair(
     _forward,
     {"xla": _gradient, "pallas": _gradient_kernel},
-    save=_save,
-    residuals=_residuals,
+    residuals=lambda x, positions, **options: (positions,),
     name="rotary_embedding",
     unsupported=checks.unsupported,
     batch_axes=_batch_axes,

@@ -266,6 +266,11 @@ def test_vjp_gets_what_the_forward_saves():
     assert_close(pair.vjp(X, X, implementation="xla"), X * jnp.exp(X), "float32")
 
 
+def test_without_save_the_residuals_are_saved():
+    pair = Pair(lambda x, y: x * x + y, {"xla": lambda dy, x: (2 * x * dy, dy)}, residuals=lambda x, y: (x,))
+    assert jax.grad(pair, (0, 1))(3.0, 2.0) == (6, 1)
+
+
 def test_vjp_gets_the_residuals_where_they_are_made_without_the_forward():
     pair = Pair(jnp.exp, {"xla": lambda dy, y: dy * y}, residuals=lambda x: (10.0,), **EXP)
     assert_close(pair.vjp(X, X, implementation="xla"), 10 * X, "float32")
