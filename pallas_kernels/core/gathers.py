@@ -67,11 +67,9 @@ def gather_rows(ref: Any, rows: Array) -> Array:
     def gather(_, ref, rows):
         element = ir.MemRefType(ref.type).element_type
         pointer, type_ = mgpu.utils.memref_ptr(ref), ir.VectorType.get((width,), element)
-        registers = np.empty_like(rows.registers)
-        for index, register in np.ndenumerate(rows.registers):
-            place = arith.muli(vector.extract(register, [], [0]), mgpu.utils.c(width, ir.IntegerType.get_signless(32)))
-            registers[index] = _load(pointer, element, type_, place)
-        return _fragmented(registers, block_layout(lanes, width), signed)
+        place = lambda row: arith.muli(vector.extract(row, [], [0]), _i32(width))  # noqa: E731
+        load = lambda row: _load(pointer, element, type_, place(row))  # noqa: E731
+        return _map_registers(load, block_layout(lanes, width), rows, signed=signed)
 
     return gather(ref, rows)
 
@@ -105,11 +103,10 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout,) * len(places)), return_type=_block(*shape, dtype))
     def gather(_, ref, *places):
-        registers = np.empty_like(places[0].registers)
-        for index in np.ndindex(registers.shape):
-            rows = [place.registers[index] for place in places]
-            registers[index] = _row([memref.load(ref, [_index(row, k) for row in rows]) for k in range(shape[1])])
-        return _fragmented(registers, layout, _is_signed(dtype))
+        def load(*rows):
+            return _row([memref.load(ref, [_index(row, k) for row in rows]) for k in range(shape[1])])
+
+        return _map_registers(load, layout, *places, signed=_is_signed(dtype))
 
     return gather(ref, *places)
 
@@ -140,7 +137,7 @@ def spread(numbers: Array, width: int) -> Array:
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),), return_type=_block(lanes, width, numbers.dtype))
     def broadcast(_, numbers):
         repeat = lambda register: _row([vector.extract(register, [], [0])] * width)  # noqa: E731
-        return _map_registers(numbers, repeat, block_layout(lanes, width))
+        return _map_registers(repeat, block_layout(lanes, width), numbers, signed=numbers.is_signed)
 
     return broadcast(numbers)
 
@@ -153,10 +150,11 @@ def columns(block: Array) -> tuple[Array, ...]:
 
     @plgpu.inline_mgpu(arg_types=(block_layout(lanes, width),), return_type=(vectors,) * width)
     def split(_, block):
-        return tuple(
-            _map_registers(block, lambda row, k=k: _row([vector.extract(row, [], [k])]), vector_layout(lanes))
-            for k in range(width)
-        )
+        def column(k):
+            number = lambda row: _row([vector.extract(row, [], [k])])  # noqa: E731
+            return _map_registers(number, vector_layout(lanes), block, signed=block.is_signed)
+
+        return tuple(map(column, range(width)))
 
     return split(block)
 
@@ -168,10 +166,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(vector_layout(lanes),) * width, return_type=_block(lanes, width, columns[0].dtype))
     def join(_, *columns):
-        registers = np.empty((lanes // LANES,), dtype=object)
-        for i in range(registers.size):
-            registers[i] = _row([vector.extract(column.registers[i], [], [0]) for column in columns])
-        return _fragmented(registers, block_layout(lanes, width), signed=columns[0].is_signed)
+        row = lambda *columns: _row([vector.extract(column, [], [0]) for column in columns])  # noqa: E731
+        return _map_registers(row, block_layout(lanes, width), *columns, signed=columns[0].is_signed)
 
     return join(*columns)
 
@@ -190,10 +186,7 @@ def sums_of_rows(*blocks: Array) -> Array:
             numbers = [vector.extract(row, [], [k]) for k in range(width)]
             return functools.reduce(arith.addf, numbers)
 
-        registers = np.empty_like(blocks[0].registers)
-        for index in np.ndindex(registers.shape):
-            registers[index] = _row([total(block.registers[index]) for block in blocks])
-        return _fragmented(registers, block_layout(lanes, count))
+        return _map_registers(lambda *rows: _row(list(map(total, rows))), block_layout(lanes, count), *blocks)
 
     return sums(*blocks)
 
@@ -212,7 +205,7 @@ def computed_here(block: Array) -> Array:
                 [llvm.inline_asm(number.type, [number], "", "=f,0", has_side_effects=True) for number in numbers]
             )
 
-        return _map_registers(block, pinned, block_layout(*block.shape))
+        return _map_registers(pinned, block_layout(*block.shape), block)
 
     return pin(block)
 
@@ -402,11 +395,11 @@ def _block(lanes, width, dtype):
     return plgpu.ShapeDtypeStruct((lanes, width), jnp.dtype(dtype), layout=block_layout(lanes, width))
 
 
-def _map_registers(array, function, layout):
-    results = np.empty_like(array.registers)
-    for index, register in np.ndenumerate(array.registers):
-        results[index] = function(register)
-    return _fragmented(results, layout, signed=array.is_signed)
+def _map_registers(function, layout, *arrays, signed=None):
+    results = np.empty_like(arrays[0].registers)
+    for index in np.ndindex(results.shape):
+        results[index] = function(*(array.registers[index] for array in arrays))
+    return _fragmented(results, layout, signed)
 
 
 def _fragmented(registers, layout, signed=None):
