@@ -31,11 +31,7 @@ class CorrelateConfig(NamedTuple):
     lane_block: int
 
 
-def _correlate_plan(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateConfig:
-    return CorrelateConfig(channels=largest_divisor(w.shape[0], 8), lane_block=vector_length(x))
-
-
-@kernel(plan=_correlate_plan)
+@kernel(plan=lambda x, w, **options: CorrelateConfig(largest_divisor(w.shape[0], 8), vector_length(x)))
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride[0] + u, j * stride[1] + v, n] * w[k, c, u, v]`.
 
@@ -95,10 +91,6 @@ class CorrelateBatchConfig(NamedTuple):
     columns: int
     splits: int
 
-    @property
-    def tile(self) -> tuple[int, int, int, int]:
-        return self.out_channels, self.in_channels, self.rows, self.columns
-
 
 def _correlate_batch_plan(dy: Any, x: Any, *, stride: tuple[int, int] = (1, 1)) -> CorrelateBatchConfig:
     K, C, F, G = filters = _filters(dy, x, stride)
@@ -127,8 +119,9 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
     The number of examples is a multiple of `LANES`. dw is float32, summed in a fixed order.
     """
     filters, units, (_, rows, columns, _) = _filters(dy, x, stride), _units(dy), dy.shape
-    blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
-    per_split, tile = -(-units // config.splits), list(itertools.product(*map(range, config.tile)))
+    *parts, splits = config
+    blocks = [size // part for size, part in zip(filters, parts, strict=True)]
+    per_split, tile = -(-units // splits), list(itertools.product(*map(range, parts)))
 
     def body(dy_ref, x_ref, dw_ref, *, split, k, c, u, v):
         def add_position(n, sums):
@@ -150,15 +143,15 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
         first, last = split * per_split, jnp.minimum((split + 1) * per_split, units)
         sums = lax.fori_loop(first * columns, last * columns, add_position, (zero,) * len(tile))
         for total, in_tile in zip(sums, tile, strict=True):
-            at = (n * part + t for n, part, t in zip((k, c, u, v), config.tile, in_tile, strict=True))
+            at = (n * part + t for n, part, t in zip((k, c, u, v), parts, in_tile, strict=True))
             dw_ref[split, *at] = jnp.sum(total)
 
     partial_sums = launch(
         body,
         dy,
         x,
-        out=jax.ShapeDtypeStruct((config.splits, *filters), jnp.float32),
-        grid=dict(zip(("split", "k", "c", "u", "v"), (config.splits, *blocks), strict=True)),
+        out=jax.ShapeDtypeStruct((splits, *filters), jnp.float32),
+        grid=dict(zip(("split", "k", "c", "u", "v"), (splits, *blocks), strict=True)),
         name="correlate_batch",
     )
     return jnp.sum(partial_sums, axis=0)

@@ -47,20 +47,15 @@ class WeightsGradientConfig(NamedTuple):
     windows: int
     programs_per_multiprocessor: int
 
-    def units(self, dy: Any) -> int:
-        _, P, Q, N = dy.shape
-        return (N // LANES) * P * (Q // self.windows)
-
-    def wanted_splits(self, dy: Any, x: Any) -> int:
+    def division(self, dy: Any, x: Any) -> tuple[int, int, int, int]:
+        """Return the number of splits, of steps in all splits and per split, and of the splits that would keep the GPU
+        busy. A step takes `windows` windows and `LANES` examples."""
+        K, P, Q, N = dy.shape
+        units = (N // LANES) * P * (Q // self.windows)
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
-        return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
-
-    def units_a_split(self, dy: Any, x: Any) -> int:
-        units = self.units(dy)
-        return -(-units // min(units, self.wanted_splits(dy, x)))
-
-    def splits(self, dy: Any, x: Any) -> int:
-        return -(-self.units(dy) // self.units_a_split(dy, x))
+        wanted = -(-programs // (x.shape[0] * (K // self.channels)))
+        per_split = -(-units // min(units, wanted))
+        return -(-units // per_split), units, per_split, wanted
 
 
 def _filter_size(dy, x, window):
@@ -88,7 +83,8 @@ def _plan(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGra
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        if config.units(dy) >= config.wanted_splits(dy, x):
+        _, units, _, wanted = config.division(dy, x)
+        if units >= wanted:
             break
     return config
 
@@ -120,7 +116,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     channels, windows = config.channels, config.windows
     check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "channels", channels, K)
     check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "windows", windows, Q)
-    splits, units, per_split = config.splits(dy, x), config.units(dy), config.units_a_split(dy, x)
+    splits, units, per_split, _ = config.division(dy, x)
     taps, rows, steps = channels * F * G, _sums(channels, F * G), Q // windows
 
     def body(dy, place, x, out, lanes_of_sums=None, *, split, k, c):

@@ -48,10 +48,6 @@ class GradientsConfig(NamedTuple):
     columns: int
 
 
-def _normalize_plan(x, scale, bias, *, epsilon, center):
-    return NormalizeConfig(vector_length(jax.eval_shape(_fill_up, x)))
-
-
 def _gradients_plan(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     filled = jax.eval_shape(_fill_up, x)
     (rows, width), vector = filled.shape, vector_length(filled)
@@ -60,7 +56,7 @@ def _gradients_plan(dy, x, scale, bias, offset, inv_std, *, epsilon, center, wit
     return GradientsConfig(vector, rows_of_program, columns)
 
 
-@kernel(plan=_normalize_plan)
+@kernel(plan=lambda x, *parameters, **options: NormalizeConfig(vector_length(jax.eval_shape(_fill_up, x))))
 def normalize(
     x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: NormalizeConfig
 ) -> tuple[Array, Array | None, Array]:

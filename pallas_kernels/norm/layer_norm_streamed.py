@@ -40,7 +40,7 @@ class Config(NamedTuple):
 
 def _plan(x: Any, arrays: int, stages: int, programs: int) -> Config | str:
     """Return the config for a ring of `arrays` arrays like x, with at most `stages` stages and `programs` CTAs per
-    multiprocessor."""
+    multiprocessor. These come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md."""
     hidden, block = x.shape[-1], block_of(x.shape[-1])
     if block is None:
         return f"rows of {hidden}, only multiples of 128 up to 1024 and of 256 up to 8192"
@@ -57,26 +57,10 @@ def _plan(x: Any, arrays: int, stages: int, programs: int) -> Config | str:
     return Config(rows, stages, max(1, min(programs, _RINGS_BYTES // ring_bytes, fitting_programs)))
 
 
-# Stages per ring and CTAs per multiprocessor come from sweeps on an H200: docs/lab/2026-11-21-norm.md,
-# 2026-11-25-norm.md.
-
-
-def _normalize_plan(x, scale, bias, *, epsilon, center):
-    return _plan(x, arrays=1, stages=4, programs=3)
-
-
-def _gradients_plan(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
-    return _plan(x, arrays=2, stages=3, programs=4)
-
-
 def _input_gradient_plan(t, normalized, inv_std):
     block = block_of(t.shape[1])
     stages, programs = (3, 2) if block is not None and block.row_per_warp else (2, 3)
     return _plan(normalized, arrays=2, stages=stages, programs=programs)
-
-
-def _input_gradient_from_x_plan(t, x, *, epsilon):
-    return _plan(x, arrays=2, stages=2, programs=3)
 
 
 def _schedule(config: Config, block: Block, *arrays: Array) -> tuple[int, int, list[Any]]:
@@ -137,7 +121,7 @@ def _stream(
     return carry
 
 
-@kernel(plan=_normalize_plan)
+@kernel(plan=lambda x, *parameters, **options: _plan(x, arrays=1, stages=4, programs=3))
 def normalize(
     x: Array, scale: Array, bias: Array | None, *, epsilon: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
@@ -175,7 +159,7 @@ def normalize(
     return y.reshape(x.shape), *(a if a is None else a[: x.shape[0]] for a in statistics)
 
 
-@kernel(plan=_gradients_plan)
+@kernel(plan=lambda dy, x, *others, **options: _plan(x, arrays=2, stages=3, programs=4))
 def gradients(
     dy: Array,
     x: Array,
@@ -255,7 +239,7 @@ def input_gradient(t: Array, normalized: Array, inv_std: Array, *, config: Confi
     return _input_gradient(t, normalized, inv_std, None, config)[0]
 
 
-@kernel(plan=_input_gradient_from_x_plan)
+@kernel(plan=lambda t, x, **options: _plan(x, arrays=2, stages=2, programs=3))
 def input_gradient_from_x(t: Array, x: Array, *, epsilon: float, config: Config) -> tuple[Array, Array]:
     """Return dx of `layer_norm.gradients`, and x̂, in x's dtype, from `t = dy * scale` and x."""
     return _input_gradient(t, x, None, epsilon, config)

@@ -85,11 +85,6 @@ class _Walk:
             return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
         return a if self.order is None else a.transpose(self.order)
 
-    def arranged_struct(self, a: Any) -> jax.ShapeDtypeStruct:
-        if self.columns is not None:
-            return jax.ShapeDtypeStruct(self.shape, a.dtype)
-        return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
-
     def rows(self, arrays: Sequence[Any]) -> Rows:
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
@@ -121,7 +116,7 @@ def _plan(formula, *arrays, axes):
         return Config(LANES, 1)
     walk = _Walk.from_axes(shape, summed_axes)
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
-    rows = walk.rows([walk.arranged_struct(a) for a in structs])
+    rows = walk.rows(jax.eval_shape(lambda *arrays: [walk.arrange(a, shape) for a in arrays], *structs))
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
     if rows.has_mixed_dtypes:
         max_elements = _MIXED_ELEMENTS

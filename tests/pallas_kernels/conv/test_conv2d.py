@@ -67,7 +67,7 @@ def test_correlate_batch_splits_filters_that_registers_do_not_hold_and_the_batch
     config = correlate_batch.plan(dy, x, stride=stride)
     assert (config.rows, config.columns) == filter_size
     assert 16 % config.out_channels == 6 % config.in_channels == 0
-    assert math.prod(config.tile) <= 160
+    assert math.prod(config[:4]) <= 160
     assert config.splits == 32
 
 

@@ -31,7 +31,7 @@ def test_the_simulator_finds_it_right(channels, windows, splits):
     arrays, gpu = operands("small"), dataclasses.replace(HOPPER, multiprocessors=3)
     config = None if channels is None else WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2)
     with targeting(gpu):
-        assert config is None or config.splits(arrays[0], arrays[2]) == splits
+        assert config is None or config.division(arrays[0], arrays[2])[0] == splits
     gradient = jax.jit(functools.partial(weights_gradient, window=WINDOW, config=config))
     with on_the_cpu(), targeting(gpu), simulated():
         actual = jax.block_until_ready(gradient(*arrays))
@@ -78,7 +78,7 @@ def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N):
 def test_the_weights_gradient_is_split_by_channels_too_where_windows_are_few(block, N, channels, splits, on_hopper):
     x, _, _, dy, place = shapes(block, N)
     config = weights_gradient.plan(dy, place, x, window=WINDOW)
-    assert (config.channels, config.windows, config.splits(dy, x)) == (channels, 4, splits)
+    assert (config.channels, config.windows, config.division(dy, x)[0]) == (channels, 4, splits)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
