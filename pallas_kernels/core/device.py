@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import jax
 
@@ -38,11 +37,9 @@ _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 _target_context = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def targeting(device: Device) -> Iterator[None]:
+def targeting(device: Device) -> contextlib.AbstractContextManager[None]:
     """Return a context in which kernels are traced, and default implementations selected, for `device`."""
-    with _target_context(device):
-        yield
+    return _target_context(device)
 
 
 def target() -> Device:

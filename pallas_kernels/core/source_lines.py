@@ -16,11 +16,9 @@ JAX_FOLDER = str(Path(jax.__file__).parent)
 _TRACE, _TRACES = jax.make_user_context(default_value=0), itertools.count(1)
 
 
-@contextlib.contextmanager
-def recording_lines() -> Iterator[None]:
+def recording_lines() -> contextlib.AbstractContextManager[None]:
     """Let operations record their line in the kernel's body, not the line that calls `launch`."""
-    with _context(new_source_info().replace(name_stack=_source_info_context.context.name_stack)):
-        yield
+    return _context(new_source_info().replace(name_stack=_source_info_context.context.name_stack))
 
 
 class RuleLines:
