@@ -62,11 +62,9 @@ def stale() -> dict[Path, str]:
 
 def pages() -> list[Path]:
     docs = measurements.DOCS
-    return [docs.parent / "README.md", *(path for path in sorted(docs.rglob("*.md")) if not is_diary(path))]
-
-
-def is_diary(page: Path) -> bool:
-    return page.is_relative_to(measurements.DOCS / "lab") or page.is_relative_to(measurements.DOCS / "formulas")
+    without_tables = [docs / "lab", docs / "formulas"]
+    found = (path for path in sorted(docs.rglob("*.md")) if not any(map(path.is_relative_to, without_tables)))
+    return [docs.parent / "README.md", *found]
 
 
 def render(text: str, page: Path) -> str:

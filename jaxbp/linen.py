@@ -104,7 +104,7 @@ def _existing(module: linen.Module, name: str, value: Array, key: None, shape: t
 def _sizes(module: linen.Module, x: Array) -> dict[str, Any]:
     match module:
         case linen.DenseGeneral():
-            axis, batch_axis = (_tuple(axes) for axes in (module.axis, module.batch_dims))
+            axis, batch_axis = ((a,) if isinstance(a, int) else tuple(a) for a in (module.axis, module.batch_dims))
             in_features = tuple(x.shape[i] for i in sorted(i % x.ndim for i in axis))
             batch_axis = {i % x.ndim: x.shape[i] for i in batch_axis}
             return dict(in_features=in_features, out_features=module.features, batch_axis=batch_axis)
@@ -153,7 +153,3 @@ def _changed(module: linen.Module) -> dict[str, Any]:
 
 def _initialized(kind: type[Layer]) -> set[str]:
     return {name.removesuffix("_init") for name in inspect.signature(kind).parameters if name.endswith("_init")}
-
-
-def _tuple(axes: Any) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)

@@ -67,10 +67,6 @@ def autodiff(rows: Mapping[str, Row]) -> Row | None:
     return min(timed, key=time, default=None)
 
 
-def has_products(row: Row) -> bool:
-    return bool(row.get("operations"))
-
-
 EXACT = 1e-5
 """A row with a smaller error computes its products in exact float32."""
 
@@ -80,7 +76,7 @@ def products(row: Row | None) -> str:
 
     jaxbp may use TF32 only at large batches, so a small error at a smaller batch does not prove exactness.
     """
-    if row is None or not has_products(row):
+    if row is None or not row.get("operations"):
         return ""
     if row["dtype"] != "float32":
         return row["dtype"]

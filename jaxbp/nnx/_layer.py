@@ -45,7 +45,9 @@ class Layer:
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
-        unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
+        are_supported = (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)
+        is_unsupported = len(dtypes) > 1 or not all(are_supported)
+        unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": is_unsupported}
         lacking = self._only_in_flax() | arguments | unsupported
         return falls_back(type(self).__name__, self.implementation, **lacking)
 
@@ -76,7 +78,3 @@ def falls_back(
         why = f"because jaxbp does not take {', '.join(used)}"
         warnings.warn(f"jaxbp.{module}.{name}: {library} computes this layer, {why}", stacklevel=4)
     return bool(used)
-
-
-def _is_supported(dtypes: set) -> bool:
-    return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)
