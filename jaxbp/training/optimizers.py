@@ -175,13 +175,7 @@ class _AdamW:
         return step if finite is None else step | {"finite": finite}
 
     def formula(self, names, decays, values, p, m, v, g):
-        step = dict(zip(names, values, strict=True))
-        new = self.update({**self.numbers, **step}, decays, p, m, v, g)
-        if "finite" not in step:
-            return new
-        return tuple(jnp.where(step["finite"] != 0, a, b) for a, b in zip(new, (p, m, v), strict=True))
-
-    def update(self, value, decays, p, m, v, g):
+        old, value = (p, m, v), {**self.numbers, **dict(zip(names, values, strict=True))}
         clip = value["clip"]
         g = g if clip is None else jnp.minimum(jnp.maximum(g, -clip), clip)
         m = (1 - value["b1"]) * g + value["b1"] * m
@@ -191,7 +185,9 @@ class _AdamW:
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / value["first"]) / (root + value["eps"])
         u = u + value["weight_decay"] * p if decays else u
-        return p - value["learning_rate"] * u, m, v
+        new = p - value["learning_rate"] * u, m, v
+        finite = value.get("finite")
+        return new if finite is None else tuple(jnp.where(finite != 0, a, b) for a, b in zip(new, old, strict=True))
 
     def unsupported(self, grads, state, params, finite, arrays):
         if mesh_of((grads, state, params)) is not None:
