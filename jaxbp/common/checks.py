@@ -188,6 +188,14 @@ def array(op: str, name: str, a: Any) -> Array:
     return jnp.asarray(a)  # a tracer of `jax.grad` may hold a Python number
 
 
+def integers(op: str, name: str, a: Any, hint: str = "") -> Array:
+    a = array(op, name, a)
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        hint = hint or f", say {name}.astype(jnp.int32)"
+        raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants integers{hint}")
+    return a
+
+
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
     """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes, or to
     `shapes[0]` if there is none."""

@@ -290,9 +290,7 @@ def _of_scores(op, name, a, scores):
 
 
 def _integers(op, name, a, *shape):
-    a = checks.array(op, name, a)
-    if not jnp.issubdtype(a.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants integers, say {name}.astype(jnp.int32)")
+    a = checks.integers(op, name, a)
     checks.shape(op, name, a, *shape)
     return a
 

@@ -177,9 +177,7 @@ def embedding_backward(
 
 
 def _check(op, indices, table):
-    indices = checks.array(op, "indices", indices)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: indices has dtype {indices.dtype}; wants integers, say indices.astype(jnp.int32)")
+    indices = checks.integers(op, "indices", indices)
     if indices.dtype.itemsize < 4:  # the number of rows may not fit
         indices = indices.astype(jnp.int32)
     (table,) = checks.numeric(op, table=table)

@@ -332,9 +332,7 @@ def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reducti
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the features of w {w.shape}")
     if b is not None:
         checks.shape(op, "b", b, w.shape[0])
-    labels = checks.array(op, "labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per row of x")
+    labels = checks.integers(op, "labels", labels, ", one class per row of x")
     checks.shape(op, "labels", labels, *x.shape[:-1])
     if where is not None:
         where = checks.array(op, "where", where)

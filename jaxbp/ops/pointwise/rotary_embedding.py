@@ -158,10 +158,7 @@ def _check(op, name, x, positions, base, frequencies, interleaved):
     (x,) = checks.floating(op, **{name: x})
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(f"{op}: {name} has shape {x.shape}; wants (..., head_dim), with an even head_dim")
-    positions = checks.array(op, "positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        wanted = "integers; to scale positions, pass scaled frequencies"
-        raise TypeError(f"{op}: positions has dtype {positions.dtype}; wants {wanted}")
+    positions = checks.integers(op, "positions", positions, "; to scale positions, pass scaled frequencies")
     lead = x.shape[:-1]
     fits = positions.ndim == len(lead) and all(n in (1, m) for n, m in zip(positions.shape, lead, strict=True))
     if not fits:
