@@ -9,8 +9,9 @@ from jax import Array
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
     """Return the gradients of the arguments that have a floating leaf: a tuple, or the only gradient itself."""
-    pairs = zip(_as_tuple(gradients), arguments, strict=True)
-    return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
+    pairs = zip(gradients if isinstance(gradients, tuple) else (gradients,), arguments, strict=True)
+    found = tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a))))
+    return found if len(found) > 1 else found[0]
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
@@ -47,14 +48,6 @@ def summed_like(a: Array, gradient: Array) -> Array:
 
 def _is_floating(a: Any) -> bool:
     return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
-
-
-def _as_tuple(gradients: Any) -> tuple:
-    return gradients if isinstance(gradients, tuple) else (gradients,)
-
-
-def _alone_or_tuple(gradients: tuple) -> Any:
-    return gradients if len(gradients) > 1 else gradients[0]
 
 
 def positional_names(function: Callable, count: int) -> list[str]:

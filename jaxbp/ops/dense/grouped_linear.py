@@ -180,24 +180,16 @@ def _unsupported(x, w, bias, group_sizes, *, precision, dtype):
     return kernels.weights_gradient.unsupported(one, one, one)
 
 
-def _sharded_like(x, w, bias, group_sizes):
-    return jnp.matmul(x, jnp.sum(w, axis=0))
-
-
-def _backward_by_autodiff(dy, *arrays, **options):
-    return by_autodiff(functools.partial(_forward, **options), dy, *arrays)
-
-
 _op = functools.partial(Op, partitioned=True, jit=True)
 _GROUPED_LINEAR = _op(
     "grouped_linear",
     {"autodiff": _forward} | {name: functools.partial(pair, implementation=name) for name, pair in _PAIRS.items()},
     unsupported=_unsupported,
-    sharded_like=_sharded_like,
+    sharded_like=lambda x, w, bias, group_sizes: jnp.matmul(x, jnp.sum(w, axis=0)),
 )
 _GROUPED_LINEAR_BACKWARD = _op(
     "grouped_linear_backward",
-    {"autodiff": _backward_by_autodiff}
+    {"autodiff": lambda dy, *arrays, **options: by_autodiff(functools.partial(_forward, **options), dy, *arrays)}
     | {name: functools.partial(pair.vjp, implementation=name) for name, pair in _PAIRS.items()},
     unsupported=lambda dy, *arrays, **options: _unsupported(*arrays, **options),
     sharded_like=lambda dy, x, w, bias, group_sizes: (x, w, bias),
@@ -279,11 +271,7 @@ def grouped_linear_backward(
 def _check(op: str, x: Array, w: Array, group_sizes: Any) -> Array:
     checks.shape(op, "w", w, "groups", "in_features", "out_features")
     checks.shape(op, "x", x, "rows", w.shape[1])
-    group_sizes = checks.array(op, "group_sizes", group_sizes)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"{op}: group_sizes has dtype {group_sizes.dtype}; wants integers, say group_sizes.astype(jnp.int32)"
-        )
+    group_sizes = checks.integers(op, "group_sizes", group_sizes)
     checks.shape(op, "group_sizes", group_sizes, w.shape[0])
     return clipped_to_int32(group_sizes, 2**31 - 1)
 

@@ -181,10 +181,6 @@ def _has_kernel(x, labels, *layers, precision):
     return kernels.forward.unsupported(*lanes, weights, biases) is None
 
 
-def _default(*arrays, **options):
-    return DefaultImplementation(gpu="pallas" if _has_kernel(*arrays, **options) else "xla")
-
-
 def _save_kernel(x, labels, *layers, precision):
     weights, biases = layers[::2], layers[1::2]
     if not _has_kernel(x, labels, *layers, precision=precision):
@@ -245,7 +241,7 @@ _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     has_aux=True,
     name="mlp_softmax_cross_entropy",
     unsupported=checks.unsupported_dtype,
-    default=_default,
+    default=lambda *arrays, **options: DefaultImplementation("pallas" if _has_kernel(*arrays, **options) else "xla"),
     partitioned=True,
     jit=True,
 )
@@ -328,9 +324,7 @@ def _check(op, x, labels, layers, **dy):
     names = [f"layers[{i}]" for i in range(len(layers))]
     x, *arrays = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)), **dy)
     layers, dy = arrays[: len(names)], arrays[len(names) :]
-    labels = checks.array(op, "labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
+    labels = checks.integers(op, "labels", labels, ", one class per example")
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (); wants (..., in_features)")
     checks.shape(op, "labels", labels, *x.shape[:-1])

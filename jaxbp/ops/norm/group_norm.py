@@ -36,10 +36,6 @@ def _save(x, scale, bias, *, axis, epsilon):
     return y.astype(x.dtype), (x, scale, mean, rest, inv_std)
 
 
-def _forward(x, scale, bias, **options):
-    return _save(x, scale, bias, **options)[0]
-
-
 def _backward(elementwise, sum_over, dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
     arrays, count = (dy, x, scale, mean, rest, inv_std), math.prod(x.shape[1:]) // x.shape[axis]
     means = (a / count for a in sum_over(_terms, *arrays, axes=_over(x, axis)))
@@ -61,7 +57,7 @@ def _combine(dy, x, scale, mean, rest, inv_std, mean_t, mean_t_x):
 
 
 _GROUP_NORM = fused_pair(
-    _forward,
+    lambda *arrays, **options: _save(*arrays, **options)[0],
     xla_and_pallas(_backward),
     save=_save,
     name="group_norm",

@@ -136,18 +136,9 @@ def default(x, scale, bias, *, epsilon, center=True):
     return DefaultImplementation(gpu=gpu, older_gpu="autodiff", elsewhere="autodiff")
 
 
-def _forward(x, scale, bias, *, epsilon, center):
-    return normalize(x, scale, bias, epsilon=epsilon, center=center)[0]
-
-
 def _save(normalize, x, scale, bias, **options):
     y, *statistics = normalize(x, scale, bias, **options)
     return y, (x, scale, *statistics)
-
-
-def _residuals(x, scale, bias, **options):
-    # Without a forward, the backward computes offset and inv_std from x.
-    return x, scale, None, None
 
 
 def _backward(gradients, dy, x, scale, offset, inv_std, **options):
@@ -157,7 +148,7 @@ def _backward(gradients, dy, x, scale, offset, inv_std, **options):
 
 _LAYER_NORM, _RMS_NORM = (
     Pair(
-        _forward,
+        lambda *arrays, **options: normalize(*arrays, **options)[0],
         {
             "xla": functools.partial(_backward, gradients),
             "pallas": functools.partial(_backward, gradients_kernel),
@@ -166,7 +157,8 @@ _LAYER_NORM, _RMS_NORM = (
             "xla": functools.partial(_save, normalize),
             "pallas": functools.partial(_save, differentiable(normalize_kernel, normalize, batched("x"))),
         },
-        residuals=_residuals,
+        # Without a forward, the backward computes offset and inv_std from x.
+        residuals=lambda x, scale, bias, **options: (x, scale, None, None),
         batch_axes=batched("dy", "x", "offset", "inv_std"),
         name=name,
         unsupported=checks.unsupported_dtype,

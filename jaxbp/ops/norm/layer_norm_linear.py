@@ -115,14 +115,6 @@ _NORMALIZED_RESULTS = differentiable(
 )
 
 
-def _forward(x, scale, bias, w, b, **options):
-    return _results_formula(x, scale, bias, w, b, **options)[0]
-
-
-def _sharded_like(x, scale, bias, w, b):
-    return _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None)
-
-
 def _save(results, x, scale, bias, w, b, **options):
     z, offset, inv_std = results(x, scale, bias, w, b, **options)
     return z, (x, scale, bias, w, b, offset, inv_std, None)
@@ -133,10 +125,6 @@ def _save_kernel(x, scale, bias, w, b, **options):
         return _save(_RESULTS, x, scale, bias, w, b, **options)
     z, normalized, inv_std = _NORMALIZED_RESULTS(x, scale, bias, w, b, **options)
     return z, (None, scale, bias, w, b, None, inv_std, normalized)
-
-
-def _residuals(x, scale, bias, w, b, **options):
-    return x, scale, bias, w, b, None, None, None
 
 
 def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalized, *, epsilon, precision):
@@ -224,15 +212,15 @@ def _default(x, scale, bias, w, b, *, epsilon, precision):
 
 
 _LAYER_NORM_LINEAR = Pair(
-    _forward,
+    lambda *arrays, **options: _results_formula(*arrays, **options)[0],
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results_formula), "pallas": _save_kernel},
-    residuals=_residuals,
+    residuals=lambda *arrays, **options: (*arrays, None, None, None),
     batch_axes=batched("dy", "x", "offset", "inv_std", "normalized"),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
     default=_default,
-    sharded_like=_sharded_like,
+    sharded_like=lambda x, scale, bias, w, b: _dense(layer_norm.sharded_like(x, scale, bias), w, b, precision=None),
     jit=True,
 )
 
