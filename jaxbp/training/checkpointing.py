@@ -5,11 +5,10 @@ selects the segments before which a state is kept. The backward of a segment rec
 its steps.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,8 +152,7 @@ def _put(kept, slot, state):
     return jax.tree.map(lambda all_, a: lax.dynamic_update_index_in_dim(all_, a, slot, 0), kept, state)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Schedule:
+class _Schedule(NamedTuple):
     """A plan for the backward of n segments (runs of steps), with memory for few states (slots).
 
     The backward visits the segments from last to first. Each visit recomputes the state before its segment from the

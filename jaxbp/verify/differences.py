@@ -1,4 +1,3 @@
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +22,7 @@ GROWTH = 1.01
 """The largest growth, per step, of one-sided slopes that converge."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Slopes:
+class Slopes(NamedTuple):
     """Finite-difference slopes of `Σ c y`, for the results y and the cotangents c.
 
     Attributes:

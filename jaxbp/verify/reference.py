@@ -1,8 +1,7 @@
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ from jaxbp.verify.points import Point
 MOST_NOT_FINITE = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """The expected results of an op (order 0), or their expected derivatives of one order.
 
     Attributes:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,7 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow, Progress
 MOST_ELEMENTS, WORK, MOST_NUMBERS, MOST_KINKS = (64, 10_000), 2**23, 2**22, 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The arguments of `check` that do not depend on the case."""
 
     implementations: Sequence[Implementation]

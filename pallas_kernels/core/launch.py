@@ -5,12 +5,11 @@ docs/kernel_bodies.md has examples.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -207,8 +206,7 @@ def _on_mesh_of(arrays, ndim):
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
     kept: bool = True
@@ -247,7 +245,7 @@ def _drop_unused_outputs(used, *others):
         variables = [next(outvars) for _ in range(count)]
         keep = entry.kept and (is_used or not entry.skippable)
         kept_outvars += variables if keep else []
-        entries.append(dataclasses.replace(entry, kept=keep))
+        entries.append(entry._replace(kept=keep))
     if len(kept_outvars) == len(equation.outvars):
         return inputs, equation
     params = params | params["parameters"](tuple(entries))

@@ -11,9 +11,8 @@ uses:
 docs/lab/2026-11-22-pipelines.md compares this with `plgpu.emit_pipeline`.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,8 +22,7 @@ from pallas_kernels.core.layouts import remainder
 from pallas_kernels.core.mosaic import plgpu
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """Stages of shared memory, which a loop fills and reads in turn, one per step (iteration).
 
     Attributes:

@@ -4,7 +4,6 @@ A block has one row per warp, or one row for the whole warpgroup, as float32. A 
 warp, and shared memory across warps.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ class Statistics(NamedTuple):
     inv_std: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Layout of `rows` rows in registers, as an array `(rows, hidden / piece, piece)`. A row is divided because
     an axis of a TMA copy has at most 256 elements."""
 

@@ -3,7 +3,6 @@
 Each CTA computes part of a sum along rows or columns, and XLA adds the parts.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,8 +40,7 @@ class Config(NamedTuple):
     splits: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Walk:
+class _Walk(NamedTuple):
     """Arrangement of the arrays to be summed, chosen so that CTAs read contiguous memory.
 
     Attributes:
