@@ -30,13 +30,7 @@ HALVES = ("bfloat16", "float16")
 BATCH = 128
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 
-ADD_IN_HALF = {
-    "linear",
-    "conv2d",
-    "conv2d_relu_max_pool2d",
-    "layer_norm_linear",
-    "mlp_softmax_cross_entropy",
-}
+ADD_IN_HALF = {"linear", "conv2d", "conv2d_relu_max_pool2d", "layer_norm_linear", "mlp_softmax_cross_entropy"}
 """Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]

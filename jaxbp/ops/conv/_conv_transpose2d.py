@@ -11,13 +11,7 @@ import functools
 
 from jax import lax
 
-from jaxbp.ops.conv.conv2d import (
-    CONV2D,
-    conv2d,
-    conv2d_backward_bias,
-    conv2d_backward_input,
-    conv2d_backward_weights,
-)
+from jaxbp.ops.conv.conv2d import CONV2D, conv2d, conv2d_backward_bias, conv2d_backward_input, conv2d_backward_weights
 from jaxbp.pairing import Pair, per_implementation, saving_arguments
 
 

@@ -11,14 +11,7 @@ from jaxbp.common import checks
 from jaxbp.common.cases import ANY_POOL, BATCH, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast_like, upcast
-from jaxbp.common.windows import (
-    PoolOptions,
-    Size,
-    arange,
-    pool_windows,
-    unsupported,
-    with_pool_options,
-)
+from jaxbp.common.windows import PoolOptions, Size, arange, pool_windows, unsupported, with_pool_options
 from jaxbp.ops._defaults import fused_pair, xla_and_pallas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._conv2d_formulas import full_padding
@@ -154,10 +147,7 @@ def _options(op, shape, window, count_include_pad, options):
 
 
 def global_avg_pool2d(
-    x: Float[AnyArray, "batch channels height width"],
-    *,
-    channel_axis: int = 1,
-    implementation: Implementation = None,
+    x: Float[AnyArray, "batch channels height width"], *, channel_axis: int = 1, implementation: Implementation = None
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 

@@ -12,15 +12,7 @@ from jaxbp.common import barriers, checks
 from jaxbp.common.cases import ANY_POOL, BATCH, Argument, Entry, block_cases, case_of, indices_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import limit, wide
-from jaxbp.common.windows import (
-    PoolOptions,
-    Size,
-    arange,
-    dilated,
-    pool_windows,
-    unsupported,
-    with_pool_options,
-)
+from jaxbp.common.windows import PoolOptions, Size, arange, dilated, pool_windows, unsupported, with_pool_options
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, batched, differentiable, transpose
 from pallas_kernels.conv import max_pool2d as kernels

@@ -190,9 +190,7 @@ _LOSSES_AND_STATISTICS = differentiable(
     _losses_and_statistics_kernel, _losses_and_statistics, batched("logits", "labels")
 )
 _LOGITS_GRADIENT = differentiable(
-    _logits_gradient_kernel,
-    _logits_gradient,
-    batched("dy", "logits", "labels", "largest", "total", features=0),
+    _logits_gradient_kernel, _logits_gradient, batched("dy", "logits", "labels", "largest", "total", features=0)
 )
 
 

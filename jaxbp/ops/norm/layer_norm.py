@@ -149,10 +149,7 @@ def _backward(gradients, dy, x, scale, offset, inv_std, **options):
 _LAYER_NORM, _RMS_NORM = (
     Pair(
         lambda *arrays, **options: normalize(*arrays, **options)[0],
-        {
-            "xla": functools.partial(_backward, gradients),
-            "pallas": functools.partial(_backward, gradients_kernel),
-        },
+        {"xla": functools.partial(_backward, gradients), "pallas": functools.partial(_backward, gradients_kernel)},
         save={
             "xla": functools.partial(_save, normalize),
             "pallas": functools.partial(_save, differentiable(normalize_kernel, normalize, batched("x"))),

@@ -51,10 +51,7 @@ def _gradient(dy, gate, up, *, activation, activations=_ACTIVATIONS):
 
 
 _GATED_LINEAR_UNIT = Elementwise(
-    "gated_linear_unit",
-    _forward,
-    _gradient,
-    in_kernels=functools.partial(_gradient, activations=_IN_KERNELS),
+    "gated_linear_unit", _forward, _gradient, in_kernels=functools.partial(_gradient, activations=_IN_KERNELS)
 )
 
 
