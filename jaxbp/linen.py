@@ -80,7 +80,8 @@ def _needs_linen(module: linen.Module, implementation: Implementation) -> bool:
 
 
 def _layer(module: linen.Module, implementation: Implementation, x: Array) -> Any:
-    """Return the layer of `jaxbp.nnx` with the options and parameters of Linen's layer."""
+    """Return the layer of `jaxbp.nnx` that has the options and parameters of `module`, a layer of Linen. x is the input
+    of the call. Its shape gives the sizes that Linen's layer does not store."""
     kind, parameters = _LAYERS[type(module)], _variables(module, "params")
     signature = inspect.signature(kind).parameters
     options = {name: value for name, value in _changed(module).items() if name in signature} | _sizes(module, x)

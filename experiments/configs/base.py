@@ -151,7 +151,8 @@ class TrainingConfig:
         return None
 
     def shardings(self, model: nnx.Module, mesh: Mesh, axis: str, state: PyTree) -> PyTree[NamedSharding]:
-        """Return how the mesh axis divides the arrays of a run's state, if `tensor_parallel` is not 1."""
+        """Return the sharding of each array in `state`, the state of a run that trains `model`. `axis` is the mesh axis
+        that divides the model. It is called only if `tensor_parallel` is above 1."""
         raise NotImplementedError
 
     def evaluation(self, loss: Loss) -> Loss:

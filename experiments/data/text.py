@@ -32,7 +32,8 @@ Documents = Mapping[str, bytes]
 
 
 def load(path: Path | None, context: int) -> Dataset:
-    """Return rows of the standard library of this Python, or of the file or folder `path`.
+    """Return the bytes of a text in rows of `context` bytes: inputs and targets for training and validation (see
+    `divide` and `pack`). The text is the file or folder `path`, or if it is None, the standard library of this Python.
 
     Raises:
       UserError: there is no text, or less than one row for training or for validation.

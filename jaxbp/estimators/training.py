@@ -63,8 +63,8 @@ class Examples(NamedTuple):
 
     @classmethod
     def merged(cls, bits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> "Examples":
-        """Return the examples in an order that does not depend on their order. The weights of equal examples are
-        added, and have the mean 1."""
+        """Return one example for each distinct pair of bits and target, in sorted order, whatever the order of the
+        arguments. Its weight is the sum of the weights of its copies. Then all weights are divided by their mean."""
         keys = np.concatenate([np.packbits(bits, axis=1), targets[:, None].view(np.uint8)], axis=1)
         _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         summed = np.bincount(inverse.ravel(), weights)

@@ -202,7 +202,8 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return the rule for XLA's partitioner Shardy: all batch axes are sharded alike, and no other axis is sharded."""
+    """Return the rule for XLA's partitioner Shardy, and its options. All batch axes are sharded alike, and no other
+    axis is sharded. `of_arguments` and `of_results` have the batch axis of each array, or None."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

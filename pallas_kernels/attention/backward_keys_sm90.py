@@ -155,7 +155,8 @@ def backward_keys(
             return 0 if config.divided else warpgroup * ROWS
 
         def multiply_and_release(step, *products):
-            """Add products `left right` to sums, with `left` in registers, and release the step's stage."""
+            """For each `(sums, left, right)` in `products`, add the product `left right` to `sums`. `left` is in
+            registers, and `right` in shared memory of this step, which is released afterwards."""
             scratch = None if left_tile is None else left_tile.at[warpgroup]
             for sums, left, right in products:
                 multiply_registers(sums, left.astype(q.dtype), right, scratch)

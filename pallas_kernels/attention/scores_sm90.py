@@ -149,8 +149,9 @@ def aligned(x: Array) -> Array:
 
 
 def padded_statistics(lse: Array, delta: Array, queries: int) -> tuple[Array, Array]:
-    """Return lse in base 2 and delta `(batch, heads, queries)`, padded to whole tiles. Where a query has no valid key,
-    lse becomes inf, so that its probabilities are 0."""
+    """Return lse in base 2, and delta, padded along the last axis to whole tiles of `queries` queries. Both arguments
+    have one value per example, head, and query. Where a query has no valid key (lse is -inf), and in the padding, lse
+    becomes inf, so that the probabilities are 0. delta is padded with 0."""
     padding = ((0, 0), (0, 0), (0, -lse.shape[2] % queries))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     return jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)

@@ -37,10 +37,12 @@ class Masks(NamedTuple):
     """Which keys each query attends to. The batch axis of an array may be 1, if it is the same for all examples.
 
     Attributes:
-      first, end: int32 `(batch, queries)`, the interval of keys of each query. None if `known` determines it.
+      first, end: int32 `(batch, queries)`, the interval of keys of each query. If they are None, `with_intervals`
+        computes them from `known`.
       query_segments, key_segments: int32 `(batch, queries)` and `(batch, keys)`, or None.
       mask: bool `(batch, heads, queries, keys)`, or None. Each axis may be 1.
       bias: as `mask`, in floating point, or None. It is added to the scores.
+      known: facts about the masks that are known when JAX traces the program.
     """
 
     first: Array | None = None
@@ -75,9 +77,11 @@ def intervals(
     key_lengths: Array | None = None,
     array_module: ModuleType = jnp,
 ) -> tuple[Array, Array]:
-    """Return `first` and `end (batch or 1, queries)` of `Masks`.
+    """Return the arrays `first` and `end` of `Masks`, `(batch, queries)`, or `(1, queries)` without lengths.
 
     Args:
+      queries, keys: the number of queries and of keys.
+      known: `before` and `after` limit the keys of each query.
       query_lengths, key_lengths: int32 `(batch,)`. Later queries and keys are excluded.
       array_module: `jax.numpy`, or without lengths also NumPy.
     """

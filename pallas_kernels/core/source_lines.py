@@ -47,8 +47,14 @@ class RuleLines:
             traceback = outer
 
     def joined(self, traceback: Any, count: int, outer: Any) -> Any:
-        """Return `traceback`, and let `frames` continue with `outer` after its innermost `count` frames. If none of
-        these frames is in a custom rule, return `outer`."""
+        """Return the traceback for an operation. `traceback` is its own, and `outer` is the traceback of the outer
+        operation with the custom rule. The innermost `count` frames of `traceback` belong to JAX's evaluation of the
+        outer operation.
+
+        If all these frames are in JAX or in frozen modules, no line of a custom rule made the operation. Return
+        `outer`. Otherwise, return `traceback`, and record that `frames` yields these frames, followed by those of
+        `outer`.
+        """
         codes, _ = traceback.raw_frames()
         if all(code.co_filename.startswith((JAX_FOLDER, "<frozen")) for code in codes[:count]):
             return outer

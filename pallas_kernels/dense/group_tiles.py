@@ -36,7 +36,15 @@ def group_ranges(group_sizes: Array, rows: int) -> Array:
 
 
 def row_tiles(ranges: Array, rows: int, size: int, alignment: int = 1) -> RowTiles:
-    """Return tiles of `size` rows for all rows, each of which begins at a multiple of `alignment`."""
+    """Return tiles of `size` rows that together have all rows, also those without a group.
+
+    A tile counts only rows of one group, in the range from `start` to `end`, or only rows without a group. Each tile
+    begins at a multiple of `alignment`, which divides `size`, so its first rows may precede the group.
+
+    Args:
+      ranges: as returned by `group_ranges`.
+      rows: the number of rows.
+    """
     groups, (starts, ends) = len(ranges), ranges.T
     starts, ends = (
         jnp.concatenate([starts, jnp.zeros_like(starts[:1]), ends[-1:]]),

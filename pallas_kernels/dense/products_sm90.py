@@ -145,12 +145,14 @@ class Schedule:
 
     Attributes:
       matrices: number of matrices in the result.
-      most: the most tiles of all CTAs of a cluster.
-      tile: `tile(lists, index, cta)` returns tile number `index` of a cluster's CTA. `lists` are references to arrays.
-      count: `count(lists)` returns the number of tiles.
+      most: the largest possible `count(lists)`.
+      tile: `tile(lists, index, cta)` returns the tile that CTA `cta` of a cluster computes as a part of tile number
+        `index`. `lists` are references to the arrays `lists` of `multiply`.
+      count: `count(lists)` returns how many numbers `index` there are.
       steps: the number of steps of every tile that precedes another tile with steps, or None if they differ.
       masked: whether tiles have ranges `summed`.
-      alternating: whether odd turns assign the tiles to the clusters in reverse order.
+      alternating: whether every second round, in which each cluster computes one tile, assigns the tiles to the
+        clusters in reverse order.
     """
 
     matrices: int

@@ -135,10 +135,11 @@ def tick(
     """Return the next state, clipped to [0, 1].
 
     Args:
-      coefficients: `(sizes.coefficient_firsts[-1], 4)` float32, one row per gate, in the order of
-        `wires`. Zeros pad each layer.
-      wires: `(sizes.gates,)` int32, one `a + (b << 16)` per row of shared memory for a gate's outputs. a and b are the
-        indices of the rows with the gate's inputs, as in `sizes.forward_layers`.
+      coefficients: `(sizes.coefficient_firsts[-1], 4)` float32. Layer i begins at row `sizes.coefficient_firsts[i]`. It
+        has one row per gate, followed by rows of zeros. A gate of perception has one row for all channels.
+      wires: `(sizes.gates,)` int32. Layer i begins at `sizes.gate_firsts[i]`, and has one element per row of shared
+        memory with outputs of the layer: one per gate, and in perception one per gate and channel. The element is
+        `a + (b << 16)`, where a and b are the indices of the rows that the gate reads, as in `sizes.forward_layers`.
       state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -276,7 +277,7 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return cell * channels + remainder(lane, channels), valid & (lane < sizes.neighborhood)
 
         def state_elements(part, group, s):
-            """Return the locations of state elements, each one channel of one cell.
+            """Return (row, column, place, cell, valid), the locations of state elements, each one channel of one cell.
 
             - row, column: the element's position among the last layer's rows of shared memory: its channel, and its
               cell's index in the slice.
@@ -334,7 +335,9 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return gather_elements(dkept_ref, place), dseen, fires
 
         def write_sums(part, group, s, terms):
-            """Write the sums of the terms to shared memory if the cell fires (updates), else to `dkept_out`."""
+            """For each state element, sum its `terms`, the result of `load_terms`, to the gradient with respect to its
+            next state. If the cell fires (updates), write this sum to shared memory, and 0 to `dkept_out`. Otherwise,
+            write the sum to `dkept_out`, and 0 to shared memory. The other arguments are as in `state_elements`."""
             (row, column, place, cell, valid), (dy, dseen, fires) = state_elements(part, group, s), terms
             for gradient, (_, is_seen) in zip(dseen, seen_by(place, cell, valid), strict=True):
                 dy = dy + jnp.where(is_seen, gradient, 0.0)

@@ -47,7 +47,7 @@ def on_torch(package: str, forwards: Mapping[str, Callable], backwards: Mapping[
 
 
 def causal_conv1d() -> Peer:
-    """The depthwise convolution of Mamba's authors."""
+    """Return the peer causal-conv1d, the depthwise convolution of Mamba's authors."""
     from causal_conv1d import causal_conv1d_fn
 
     from experiments.bench.peers.torch import depthwise_conv1d
@@ -57,7 +57,7 @@ def causal_conv1d() -> Peer:
 
 
 def liger() -> Peer:
-    """Liger-Kernel's norms and dense layer with cross-entropy."""
+    """Return the peer Liger-Kernel: its norms, and its dense layer with cross-entropy."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction, layer_norm_backward
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -84,7 +84,7 @@ def liger() -> Peer:
 
 
 def quack() -> Peer:
-    """QuACK's norms, and its dense layer with cross-entropy."""
+    """Return the peer QuACK: its norms, and its dense layer with cross-entropy."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm, rmsnorm_bwd
     from torch.autograd import Function
@@ -142,7 +142,8 @@ def cudnn() -> Peer:
 
 
 def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compiler_options: bool) -> Peer:
-    """Return a peer with functions of JAX arrays, by op and by the name of the variant."""
+    """Return a peer with functions of JAX arrays, which is timed with its gradients. `forwards[op][variant]` is a
+    function. `package` is the installed package whose version the peer has. `compiler_options` are options of XLA."""
 
     def measure(task, forward):
         function = forward_and_backward(functools.partial(forward, **task.options))

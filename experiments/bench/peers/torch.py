@@ -233,7 +233,11 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
     """Return a causal depthwise convolution, computed by `convolve`.
 
-    `convolve(x, w, b)` takes x in NCW and w in OIW, and returns NCW.
+    `dimension_numbers` has the layouts of x, of w, and of the result. `convolve(x, w, b)` is causal. It takes x in NCW
+    and w in OIW, and returns NCW.
+
+    Raises:
+      NotImplementedError: `padding` is not "CAUSAL", or `groups` is not the length of b.
     """
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")

@@ -237,7 +237,7 @@ int ${name}_classify(const uint8_t *bits) {
 
 
 class CSource:
-    """C99 source of a function that evaluates a circuit on blocks of 512 samples, step by step.
+    """C99 source of a function that evaluates a circuit on blocks of 512 samples. The methods `add_...` add its steps.
 
     The function's memory consists of rows. A row holds one bit of each sample of a block. The inputs are in the first
     rows. The other rows are 0 at first.

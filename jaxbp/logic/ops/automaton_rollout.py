@@ -58,7 +58,9 @@ def _arguments_of_tick(backend: ModuleType, draws: _Draws | None, shape: tuple[i
 
 
 def _ticks(backend, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep=lambda s: s):
-    """Return the last state, and what the policy `memory` keeps for the gradient."""
+    """Return the last state, and what the policy `memory` keeps for the gradient: `keep(s)` for each state s that the
+    policy selects. If `memory` is "all" and the backend keeps rows, these are the rows of every tick, and `keep` is not
+    used."""
     prepared = backend.prepare(coefficients, automaton, state.shape)
     arguments = _arguments_of_tick(backend, draws, state.shape, fire_rate)
     if memory == "all" and backend.KEEPS_ROWS:
@@ -297,10 +299,11 @@ def automaton_rollout_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
-    """Gradients of `automaton_rollout`, by backpropagation through time:
+    """Return (dlogits, dstate), the gradients of `automaton_rollout`, by backpropagation through time:
 
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t)
-        dlogits = Σ_t dlogits_t
+        dlogits = Σ_t dlogits_t,  dstate = dstate_0
+
 
     Here t runs from `steps - 1` down to 0, also in the sum, and `dstate_steps` is dlast. s_t is as in
     `automaton_rollout`, with the forward's random values.

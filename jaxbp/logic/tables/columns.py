@@ -37,7 +37,17 @@ def of_categories(values: Sequence[Any]) -> np.ndarray:
 
 
 def fit_categories(op: str, names: Iterable[Any], columns: Sequence[np.ndarray]) -> dict[int, list]:
-    """Return the sorted categories of each column of categories, by the column's index."""
+    """Return the sorted categories of each column of categories, by the column's index.
+
+    A column of categories has dtype object. In it, None is a missing value, and not a category.
+
+    Args:
+      op: the first words of an error message.
+      names: the names of all columns, for the error message.
+
+    Raises:
+      ValueError: a column has more than `MAX_CATEGORIES` categories.
+    """
     categories = {}
     for j, (name, column) in enumerate(zip(names, columns, strict=True)):
         if column.dtype == object:

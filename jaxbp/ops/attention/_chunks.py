@@ -152,7 +152,8 @@ def _attend(q, k, v, bias, masks, **options):
 
 
 def _gradients(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options):
-    """Return dq, dk, dv, and dbias, or None if bias is None."""
+    """Return dq, dk, dv, and dbias. dbias is None if bias is None. `largest` and `total` are results of `_attend`.
+    dlogsumexp may be None."""
     tiles = _Tiles(q, k, v, bias, masks, **options)
     has_key = largest + jnp.log(total) != -jnp.inf
     dy = tiles.rows.padded(where_key(has_key, dy), 1)

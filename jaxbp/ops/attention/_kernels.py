@@ -47,7 +47,9 @@ def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float
 
 
 def _with_kernel(kernel: Callable, formula: Callable, *names: str) -> Callable:
-    """Return a function that computes `formula` with `kernel` on a GPU. `names` are the names of its arrays."""
+    """Return a function of arrays that calls `kernel` on a GPU. Elsewhere, and for an empty q, it calls `formula`, the
+    same function in jnp. `names` are the parameters of `formula`, in order, among them "q". On a mesh, the devices
+    divide the arrays with the batch size of q."""
 
     def call(*arrays, **options):
         of_options = [functools.partial(f, **options) for f in (kernel, formula)]

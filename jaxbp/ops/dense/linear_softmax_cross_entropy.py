@@ -114,8 +114,13 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, parts: int, *rows: Array) -> tuple[tuple, tuple]:
-    """Call `step(carry, *chunk) -> (carry, results)` for chunks of `size` rows from each of `parts` equal parts of the
-    rows, and return the last carry and the results of all rows. If `size` is None, there is one chunk."""
+    """Call `step(carry, *chunk) -> (carry, results)` for one chunk after the other. Return the last carry, and the
+    results of all rows in the order of the rows.
+
+    The rows are divided into `parts` equal parts. A chunk has `size` rows of each part. Zeros pad each part to a
+    multiple of `size` rows. `step` sees these rows, too, so they must not change the carry, and their results are
+    dropped. If `size` is None, the only chunk has all rows, without padding.
+    """
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0] // parts

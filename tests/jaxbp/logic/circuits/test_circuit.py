@@ -15,6 +15,7 @@ from verilog import in_icarus, needs_icarus, needs_yosys, run_in_icarus, simulat
 import jaxbp
 from experiments.training.compiled import compiled, load
 from jaxbp import Circuit, ConvolutionalCircuit, Netlist, TreeWires, Wires
+from jaxbp.logic.gates import TRUTH_TABLES
 
 random = np.random.default_rng(0)
 LAYERS = [
