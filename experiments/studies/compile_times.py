@@ -23,11 +23,11 @@ from typing import Any
 import jax
 
 import jaxbp
+from experiments.ahead_of_time import gpus
 from experiments.bench.roofline import has_launch
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
-from experiments.output.results import ROOT
 from experiments.studies import write_rows
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER
@@ -56,9 +56,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def measured(cases: Sequence[str]) -> Iterator[dict[str, Any]]:
-    sys.path.insert(0, str(ROOT / "tests"))
-    from ahead_of_time import gpus
-
     workloads = {f"{workload.op}:{workload.place}".removesuffix(":"): workload for workload in selected(["all"])}
     # A backward, and an op with more results, have the kernels of another op.
     entries = [entry for entry in CATALOGUE if not re.search("_backward|_with_", entry.name)]

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from experiments.ahead_of_time import gpus
 from experiments.bench.measure import time_compiled
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
-from experiments.output.results import ROOT
 from experiments.studies import write_rows
 from pallas_kernels.core.device import HOPPER
 
@@ -113,9 +113,6 @@ def lowered(
 
 
 def compiled(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
-    sys.path.insert(0, str(ROOT / "tests"))
-    from ahead_of_time import gpus
-
     def one_step(function):
         def step(state, *data):
             loss, gradients = function(state, *data)

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ahead_of_time import missing
+
+from experiments.ahead_of_time import missing
 
 ROOT = Path(__file__).parents[3]
 

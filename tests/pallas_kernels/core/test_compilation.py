@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from ahead_of_time import missing
 from helpers import cuda_program
 from jax.sharding import AxisType
 from planted import double, rows, run
 
+from experiments.ahead_of_time import missing
 from pallas_kernels.core import compilation, launch
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def test_a_kernel_is_compiled_ahead_for_one_device_also_under_a_mesh(kinds, monk
 
 SCRIPT = """
 import jax
-from ahead_of_time import gpus
+from experiments.ahead_of_time import gpus
 from pallas_kernels.core import compilation, device, launch
 from planted import double, rows, run
 
