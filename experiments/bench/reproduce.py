@@ -19,7 +19,8 @@ from rich.table import Column, Table
 
 from experiments.bench.report import groups
 from experiments.bench.rows import ratio
-from experiments.output.errors import UserError, refuse_unwritable, run_command
+from experiments.output.errors import UserError, run_command
+from experiments.output.files import refuse_unwritable
 from experiments.output.results import ROOT, keep, provenance
 
 DOCS = ROOT / "docs"

@@ -12,7 +12,8 @@ import numpy as np
 import tyro
 
 from experiments.configs import LogicConfig, LogicConvConfig
-from experiments.output.errors import UserError, refuse_unwritable, run_command
+from experiments.output.errors import UserError, run_command
+from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
 from experiments.training.compiled import compiled_classifier
 from experiments.training.run_directory import load
