@@ -82,7 +82,7 @@ _DOT = fused_pair(
 
 
 def _outer_gradients(elementwise, sum_over, dy, a, b):
-    da = sum_over(operator.mul, dy, b.ravel(), axes=(1,))
+    da = sum_over(operator.mul, dy, b.reshape(1, b.size), axes=(1,))
     db = sum_over(operator.mul, dy, a.reshape(a.size, 1), axes=(0,))
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 

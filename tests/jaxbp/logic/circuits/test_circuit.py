@@ -177,8 +177,8 @@ def test_the_label_in_verilog_is_the_first_of_the_largest_groups(tmp_path, expec
 
 @needs_icarus
 def test_a_pipeline_takes_a_sample_at_each_edge(tmp_path, expected):
-    source = CIRCUIT.to_verilog(registers=2)  # There are three levels of gates.
-    assert source.count("localparam LATENCY = 2;") == 1
+    source = CIRCUIT.to_verilog(registers=2)  # A gate of four inputs has several levels of gates of two inputs.
+    assert source.count("localparam LATENCY = 4;") == 1
     assert np.array_equal(in_icarus(source, BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
 
