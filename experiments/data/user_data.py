@@ -105,6 +105,11 @@ def _read_npz(path: Path, target: str | None, categorical: Sequence[str]) -> Par
         if value:
             raise UserError(f"{setting} is {value!r}, but {path} has no named columns; wants a CSV file")
     arrays = _arrays(path)
+    # Before `_inputs` converts the examples, which may take several times their memory.
+    for x_name, y_name in zip(ARRAYS[::2], ARRAYS[1::2], strict=True):
+        (examples, *_), (labels, *_) = ((*np.shape(arrays.get(name, ())), 0) for name in (x_name, y_name))
+        if examples != labels:
+            raise UserError(f"{path}: {y_name} has {labels} labels; wants {examples}, one per example of {x_name}")
     x, y = (
         [read(path, name, array) for name, array in arrays.items() if name.startswith(letter)]
         for letter, read in (("x", _inputs), ("y", _labels))
@@ -265,10 +270,6 @@ def _categories(path: Path, table: Mapping[str, np.ndarray]) -> dict[int, list[s
 def _dataset(
     path: Path, x: Sequence[np.ndarray], y: Sequence[np.ndarray], classes: int | None, features: Features | None
 ) -> Dataset:
-    for part, inputs, labels in zip(("train", "test"), x, y, strict=False):
-        if len(inputs) != len(labels):
-            wanted = f"{len(inputs)}, one per example of x_{part}"
-            raise UserError(f"{path}: y_{part} has {len(labels)} labels; wants {wanted}")
     names = features.classes if features is not None else None
     classes = _checked_classes(path, y, classes, names)
     if len(x) == 1:

@@ -69,6 +69,10 @@ WRONG_ARRAYS = {
     "float labels": (RIGHT | dict(y_train=LABELS / 1), "y_train has dtype float64; wants integers"),
     "one-hot labels": (RIGHT | dict(y_train=np.eye(2)[LABELS]), "y_train has shape (20, 2); wants one label per"),
     "a missing label": (RIGHT | dict(y_train=LABELS[1:]), "y_train has 19 labels; wants 20"),
+    "a missing label is found before images are converted": (
+        dict(x_train=IMAGES.astype(np.int16), y_train=LABELS[1:]),
+        "y_train has 19 labels; wants 20",
+    ),
     "a negative label": (RIGHT | dict(y_train=LABELS - 1), "classes [-1, 0]; wants at least two classes"),
     "one class": (RIGHT | dict(y_train=0 * LABELS), "classes [0]; wants at least two classes"),
     "one example of a class": (RIGHT | dict(y_train=LABELS + (np.arange(20) == 1)), "one example of class 2"),
