@@ -112,13 +112,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-MEMORY = 2**30
-"""Bytes that a process may hold before it clears the caches of its tests."""
+MEMORY, GROWTH = 3 * 2**29, 2**29
+"""A process clears the caches of its tests when it holds more bytes than `MEMORY`, and `GROWTH` bytes more than after
+the last time. Otherwise, a process that always holds more than `MEMORY` would clear them after each test."""
+_most_memory = MEMORY
 
 
 def pytest_runtest_teardown(item, nextitem):
+    global _most_memory
     on_linux = sys.platform == "linux"
-    if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
+    if _resident_bytes() > _most_memory if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -127,6 +130,7 @@ def pytest_runtest_teardown(item, nextitem):
         if on_linux:
             # The C library would keep most of the compiler's pages.
             ctypes.CDLL(None).malloc_trim(0)
+            _most_memory = max(MEMORY, _resident_bytes() + GROWTH)
 
 
 def _resident_bytes():
