@@ -27,5 +27,6 @@ from jaxbp.pairing.op import name_of as name_of
 from jaxbp.pairing.op import per_implementation as per_implementation
 from jaxbp.pairing.pair import Pair as Pair
 from jaxbp.pairing.pair import given_arguments as given_arguments
+from jaxbp.pairing.pair import pairs as pairs
 from jaxbp.pairing.pair import saving_arguments as saving_arguments
 from jaxbp.pairing.pair import transpose as transpose

@@ -17,7 +17,15 @@ from jax.interpreters import ad, batching, mlir
 from jaxbp.common.numerics import weakly_typed
 from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
 from jaxbp.pairing.mesh import BatchAxes
-from jaxbp.pairing.op import DefaultImplementation, Implementation, Op, Options, differentiable, name_of
+from jaxbp.pairing.op import (
+    DefaultImplementation,
+    Implementation,
+    Op,
+    Options,
+    differentiable,
+    name_of,
+    per_implementation,
+)
 from pallas_kernels.core.arrays import unify_varying_axes
 from pallas_kernels.core.launch import remat_rules
 
@@ -418,3 +426,9 @@ def _batched(arrays, axes, *, function, transposed, **_):
 ad.primitive_jvps[_linear_call_p] = _jvp
 ad.primitive_transposes[_linear_call_p] = _transpose
 batching.primitive_batchers[_linear_call_p] = _batched
+
+
+def pairs(name: str, forward: Callable, save: Callable, backward: Callable) -> dict[str, Pair]:
+    """Return a `Pair` for each of "pallas" and "xla". Its functions get this word as the option `implementation`."""
+    forwards, saves, backwards = map(per_implementation, (forward, save, backward))
+    return {key: Pair(f, {key: backwards[key]}, save=saves[key], name=name) for key, f in forwards.items()}

@@ -45,6 +45,7 @@ from jaxbp.pairing import (
     Pair,
     differentiable,
     given_arguments,
+    pairs,
     per_implementation,
     saving_arguments,
 )
@@ -247,12 +248,7 @@ def _wide_gradients(dy, parameters, coefficients, wires, x, *, parametrization, 
     return _COEFFICIENTS[parametrization][implementation][1](dc, parameters), None, dx
 
 
-def _pair(name):
-    layer, save, backward = (functools.partial(f, implementation=name) for f in (_wide_layer, _save, _wide_gradients))
-    return Pair(layer, {name: backward}, save=save, name="gate_layer")
-
-
-_LAYERS = {name: _pair(name) for name in ("pallas", "xla")}
+_LAYERS = pairs("gate_layer", _wide_layer, _save, _wide_gradients)
 
 
 def _layer(parameters, wires, x, *, implementation, **options):

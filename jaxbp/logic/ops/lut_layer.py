@@ -26,7 +26,7 @@ from jaxbp.logic.ops._rows import (
     sums_over_examples,
 )
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable, pairs, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.lookup_tables import (
@@ -104,12 +104,7 @@ def _wide_gradients(dy, logits, tables, wires, x, *, parametrization, implementa
     return gates.truth_tables_backward(dtables, logits, parametrization=parametrization), None, dx
 
 
-def _pair(name):
-    layer, save, backward = (functools.partial(f, implementation=name) for f in (_wide_layer, _save, _wide_gradients))
-    return Pair(layer, {name: backward}, save=save, name="lut_layer")
-
-
-_LAYERS = {name: _pair(name) for name in ("pallas", "xla")}
+_LAYERS = pairs("lut_layer", _wide_layer, _save, _wide_gradients)
 
 
 def _layer(logits, wires, x, *, implementation, **options):

@@ -20,7 +20,7 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable, pairs, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
@@ -91,12 +91,7 @@ def _wide_gradients(dy, logits, weights, wires, x, *, implementation):
     return gates.softmax_gradient(dweights, logits), None, dx
 
 
-def _pair(name):
-    layer, save, backward = (functools.partial(f, implementation=name) for f in (_wide_layer, _save, _wide_gradients))
-    return Pair(layer, {name: backward}, save=save, name="wire_layer")
-
-
-_LAYERS = {name: _pair(name) for name in ("pallas", "xla")}
+_LAYERS = pairs("wire_layer", _wide_layer, _save, _wide_gradients)
 
 
 def _layer(logits, wires, x, *, implementation):
