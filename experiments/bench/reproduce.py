@@ -38,7 +38,7 @@ class ReproduceConfig:
     """Measure the speedups of the summary in docs/benchmarks.md on this machine."""
 
     files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of files in docs/results, such as `lenet`. Default: those of the summary."""
+    """Names of files in docs/results, such as `lenet`. Default: the files of the summary."""
     time_limit: float = math.inf
     """Seconds after which no further program is compiled. The commands of the summary take about 20 minutes."""
     json: Path | None = None

@@ -47,12 +47,13 @@ class RuleLines:
             traceback = outer
 
     def joined(self, traceback: Any, count: int, outer: Any) -> Any:
-        """Return the traceback for an operation. `traceback` is its own, and `outer` is the traceback of the outer
-        operation with the custom rule. The innermost `count` frames of `traceback` belong to JAX's evaluation of the
-        outer operation.
+        """Return the traceback to show for an operation: `traceback` or `outer`.
+
+        JAX evaluated the operation within an outer operation with a custom rule. `outer` is the traceback of the outer
+        operation. The innermost `count` frames of `traceback` belong to the evaluation.
 
         If all these frames are in JAX or in frozen modules, no line of a custom rule made the operation. Return
-        `outer`. Otherwise, return `traceback`, and record that `frames` yields these frames, followed by those of
+        `outer`. Otherwise, return `traceback`, and record that `frames` yields these frames, followed by the frames of
         `outer`.
         """
         codes, _ = traceback.raw_frames()

@@ -62,7 +62,7 @@ def circuit_module(
     """Return the module of `BitCircuit.to_verilog`, whose gates are `lines`.
 
     If `classes` is given, the module consists of `{name}_gates`, a `{name}_count` per class, and `{name}_maximum`. With
-    registers among the votes, it does not have the port y, whose values would be those of a later x.
+    registers among the votes, it does not have the port y, which would have the values for a later x.
     `latency` is the number of registers on each path through the gates, or None if the module has no clock.
     """
     ports = [f"input wire [{inputs - 1}:0] x", f"output wire [{outputs - 1}:0] y"]

@@ -35,7 +35,7 @@ def published(tmp_path, monkeypatch):
 
 def test_a_ratio_is_over_the_fastest_autodiff_and_the_fastest_peer():
     assert reproduce.ratios({"rows": ROWS}) == {"relu images, batch 2": (3.0, 2.0)}
-    # Without "pallas", the ratios are those of None. Rows that failed have no time.
+    # Without "pallas", the ratios are of None. Rows that failed have no time.
     rows = [row("pallas", None), row("None", 15.0, speedup=2.0), row("A", None, "A")]
     assert reproduce.ratios({"rows": rows}) == {"relu images, batch 2": (2.0, None)}
     assert reproduce.ratios({"rows": [row("autodiff", 1.0)]}) == {}

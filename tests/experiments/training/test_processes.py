@@ -82,7 +82,7 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
     (both / "files.sha256").unlink()
     first, other = start("--resume", "--run-dir", both)
     said, errors = first.communicate(timeout=300)
-    assert (first.returncode, other.wait(timeout=120)) == (0, 0), errors
+    assert (first.returncode, other.wait(timeout=30)) == (0, 0), errors
     assert [line.split()[1] for line in said.splitlines() if line.startswith("epoch")] == ["4/4"]
     assert "epoch" not in other.stdout.read() and '"devices": 2' in said
     assert kill.outcome(both) == kill.outcome(alone)
@@ -98,7 +98,7 @@ ToyConfig.load = lambda config: load(config)._replace(test_labels=load(config).t
 sys.exit"""
     scripts = SCRIPT, SCRIPT.replace("\nsys.exit", other_data)
     first, other = start("toy", "--devices", "2", "--run-dir", tmp_path / "run", scripts=scripts)
-    assert other.wait(timeout=1200) == 2 and first.wait(timeout=30) == 1
+    assert other.wait(timeout=300) == 2 and first.wait(timeout=30) == 1
     assert "process 1 has other data or another model than process 0" in other.stderr.read()
     assert "process 1 stopped answering" in first.stderr.read()
 
@@ -117,7 +117,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
     with pytest.raises(OSError):  # JAX's coordinator would listen on all addresses
         socket.create_connection(("127.0.0.2", port), timeout=10)
     both[killed].send_signal(number)
-    assert both[1 - killed].wait(timeout=120) == 1
+    assert both[1 - killed].wait(timeout=30) == 1
     errors = messages(both[1 - killed])
     ends = "the run ends; if it has a checkpoint, --resume continues it"
     assert errors == f"error: process {killed} stopped answering: {ends}\n"
