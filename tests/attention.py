@@ -1,6 +1,7 @@
 """Attention in float64 NumPy, and the arguments of the kernels' tests."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention.tiles import Known, Masks, intervals
+from pallas_kernels.core.device import HOPPER
 
 can_simulate = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="older simulators lack the tensor cores' instructions"
 )
+
+FEW_CTAS = dataclasses.replace(HOPPER, multiprocessors=1)
+"""A CTA computes all rows of tiles of known masks, so that its rings continue from row to row."""
 
 CASES = {
     "causal": dict(queries=200, keys=200, is_causal=True),

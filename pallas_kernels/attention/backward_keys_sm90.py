@@ -2,15 +2,17 @@
 
     pᵀ = exp(sᵀ - lse)    dv = Σ pᵀ do    dsᵀ = pᵀ (v doᵀ - delta)    dk = scale Σ dsᵀ q,    with sums over the queries.
 
-A CTA computes one tile of keys of one key head. A producer warpgroup copies tiles of queries and of do to a ring of
-shared memory, one query head of the group after another. Each consumer warpgroup owns 64 keys, and keeps their sums in
-registers. pᵀ and dsᵀ are multiplied from registers. The order of the sums is fixed.
+A CTA computes tiles of keys of key heads, one after another. A producer warpgroup copies tiles of queries and of do to
+a ring of shared memory, one query head of the group after another, and the next tile of keys early. Each consumer
+warpgroup owns 64 keys, and keeps their sums in registers. pᵀ and dsᵀ are multiplied from registers. The order of the
+sums is fixed.
 
 For dimensions of 256, the registers of a consumer hold one sum of 64 keys. The consumers then divide the roles: one
 computes pᵀ and dv, the other dsᵀ and dk. pᵀ crosses in shared memory, in float32.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,7 +26,7 @@ from pallas_kernels.attention.scores_sm90 import (
     aligned,
     padded,
     padded_statistics,
-    row_visits,
+    rows_of,
     scores,
     tile_memory,
     unsupported,
@@ -44,11 +46,12 @@ _BUFFERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 keys, or of 64 if the consumers' roles are `divided`, and `queries` queries, and `stages` of queries
-    and do."""
+    """Tiles of 128 keys, or of 64 if the consumers' roles are `divided`, and `queries` queries, `stages` of queries and
+    do, and `key_stages` of keys and values. With one of these, each CTA computes one tile of keys."""
 
     queries: int = 64
     stages: int = 2
+    key_stages: int = 1
     divided: bool = False
 
     @property
@@ -62,7 +65,7 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
     head = q.shape[3]
     if head == 256:
         return Config(divided=True)
-    return Config(queries=128) if head <= 64 else Config(stages=3)
+    return Config(queries=128, key_stages=2) if head <= 64 else Config(stages=3)
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -96,37 +99,45 @@ def backward_keys(
     tiles = -(-keys // rows)
     one_tile = (ROWS, queries)
 
-    def body(q, k, v, do, lse, delta, masks, visits, dk, dv, *scratch, batch, head, row, warpgroup):
-        k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages, left_tile, p_buffers, *barriers = scratch
-        kv_loaded, loaded, free, p_ready, p_free = barriers
-        count, tile_of = row_visits(visits, batch, row)
+    def body(q, k, v, do, lse, delta, masks, visits, schedule, dk, dv, *scratch, program, warpgroup):
+        k_stages, v_stages, q_stages, do_stages, lse_stages, delta_stages, left_tile, p_buffers, *barriers = scratch
+        kv_loaded, kv_free, loaded, free, p_ready, p_free = barriers
 
-        def copy(step, stage, barrier, query_head, tile):
+        def copy_keys(step, stage, barrier, row):
+            for ref, stages in ((k, k_stages), (v, v_stages)):
+                block = ref.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+                plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
+
+        def copy(step, stage, barrier, batch, query_head, tile):
             block = pl.ds(tile * queries, queries)
             for ref, stages in ((q, q_stages), (do, do_stages)):
                 plgpu.copy_gmem_to_smem(ref.at[batch, block, query_head], stages.at[stage], barrier)
             for ref, stages in ((lse, lse_stages), (delta, delta_stages)):
                 plgpu.copy_gmem_to_smem(ref.at[batch, query_head, block], stages.at[stage], barrier)
 
+        kv_ring = Ring(config.key_stages, copy_keys, kv_loaded, free=kv_free)
         ring = Ring(config.stages, copy, loaded, free=free)
 
-        def for_each_visit(visit):
+        def for_each_visit(row, visit):
             """Call `visit(step, query head, tile, masked)` for each query head of the group, and each tile."""
 
             def visit_head(member, _):
                 def visit_tile(i, _):
-                    visit(member * count + i, head * group + member, *tile_of(i))
+                    step = row.first_step * group + member * row.count + i
+                    visit(step, row.head * group + member, *row.visit(i))
 
-                lax.fori_loop(0, count, visit_tile, None)
+                lax.fori_loop(0, row.count, visit_tile, None)
 
             lax.fori_loop(0, jnp.int32(group), visit_head, None)
+
+        def produce(row):
+            kv_ring.produce(row.number, row)
+            for_each_visit(row, lambda step, head, tile, masked: ring.produce(step, row.batch, head, tile))
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            for ref, own in ((k, k_tile), (v, v_tile)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(row * rows, rows), head], own, kv_loaded)
-            for_each_visit(lambda step, query_head, tile, masked: ring.produce(step, query_head, tile))
+            order.for_each(produce, program, schedule, visits)
 
         def product(left, right, *pairs):
             """Return `left rightᵀ`, a tile of scores, and the products of further pairs."""
@@ -143,10 +154,10 @@ def backward_keys(
         def along_queries(vector):
             return lax.broadcast_in_dim(load(vector, value_a_column()), one_tile, [1])
 
-        def probabilities(s, stage, query_head, tile, masked):
+        def probabilities(s, row, stage, query_head, tile, masked):
             """Return pᵀ, and pᵀ times the derivative of the softcap."""
-            key = row * rows + first_row()
-            position = Tile(batch, query_head, tile * queries, key, one_tile, query_axis=1)
+            key = row.index * rows + first_row()
+            position = Tile(row.batch, query_head, tile * queries, key, one_tile, query_axis=1)
             s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
             p = jnp.exp2(s * factor - along_queries(lse_stages.at[stage]))
             return p, p if capped is None else p * (1 - capped * capped)
@@ -164,7 +175,7 @@ def backward_keys(
             plgpu.commit_smem()
             ring.release(step)
 
-        def cooperate(dk_sums, dv_sums):
+        def cooperate(row, k_tile, v_tile, dk_sums, dv_sums):
             own = pl.ds(first_row(), ROWS)
 
             def visit(step, query_head, tile, masked):
@@ -172,31 +183,31 @@ def backward_keys(
                 stage = ring.stage(step)
                 q, do = q_stages.at[stage], do_stages.at[stage]
                 s, dp = product(k_tile.at[own], q, (v_tile.at[own], do))
-                p, slope = probabilities(s, stage, query_head, tile, masked)
+                p, slope = probabilities(s, row, stage, query_head, tile, masked)
                 ds = slope * (dp - along_queries(delta_stages.at[stage]))
                 multiply_and_release(step, (dv_sums, p, do), (dk_sums, ds, q))
 
-            for_each_visit(visit)
+            for_each_visit(row, visit)
             return dk_sums[...], dv_sums[...]
 
-        def sum_values(sums):
+        def sum_values(row, k_tile, sums):
             """Compute pᵀ and dv, and hand pᵀ to the other consumer."""
 
             def visit(step, query_head, tile, masked):
                 ring.wait(step)
                 stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
                 (s,) = product(k_tile, q_stages.at[stage])
-                p, slope = probabilities(s, stage, query_head, tile, masked)
+                p, slope = probabilities(s, row, stage, query_head, tile, masked)
                 pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(p_free.at[buffer]))
                 p_buffers[buffer] = slope
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[buffer])
                 multiply_and_release(step, (sums, p, do_stages.at[stage]))
 
-            for_each_visit(visit)
+            for_each_visit(row, visit)
             return sums[...]
 
-        def sum_keys(sums):
+        def sum_keys(row, v_tile, sums):
             """Compute dsᵀ and dk from pᵀ of the other consumer."""
 
             def visit(step, query_head, tile, masked):
@@ -210,33 +221,59 @@ def backward_keys(
                 plgpu.barrier_arrive(p_free.at[buffer])
                 multiply_and_release(step, (sums, ds, q_stages.at[stage]))
 
-            for_each_visit(visit)
+            for_each_visit(row, visit)
             return sums[...]
 
-        def store_sums(sums, tile, out):
+        def store_sums(row, sums, tile, out):
             own = tile.at[pl.ds(first_row(), ROWS)]
             own[...] = sums.astype(own.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, out.at[batch, pl.ds(row * rows + first_row(), ROWS), head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(own, out.at[row.batch, pl.ds(row.index * rows + first_row(), ROWS), row.head])
+
+        def consume(row):
+            kv_ring.wait(row.number)
+            k_tile, v_tile = (a.at[kv_ring.stage(row.number)] for a in (k_stages, v_stages))
+            sums = plgpu.ACC((ROWS, head), jnp.float32)
+            if not config.divided:
+                both = functools.partial(cooperate, row, k_tile, v_tile)
+                dk_sums, dv_sums = pl.run_scoped(both, sums, sums)
+                store_sums(row, dk_sums * scale, k_tile, dk)
+                store_sums(row, dv_sums, v_tile, dv)
+            else:
+                # Each consumer overwrites the tile that the other consumer does not read.
+                @pl.when(warpgroup == 0)
+                def _():
+                    store_sums(row, pl.run_scoped(functools.partial(sum_values, row, k_tile), sums), k_tile, dv)
+
+                @pl.when(warpgroup == 1)
+                def _():
+                    dk_sums = pl.run_scoped(functools.partial(sum_keys, row, v_tile), sums)
+                    store_sums(row, dk_sums * scale, v_tile, dk)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            kv_ring.release(row.number)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS[_CONSUMERS], action="increase")
-            plgpu.barrier_wait(kv_loaded)
-            sums = plgpu.ACC((ROWS, k_tile.shape[1]), jnp.float32)
-            if not config.divided:
-                dk_sums, dv_sums = pl.run_scoped(cooperate, sums, sums)
-                store_sums(dk_sums * scale, k_tile, dk)
-                store_sums(dv_sums, v_tile, dv)
-                return
-            # Each consumer overwrites the tile that the other consumer does not read.
-            pl.when(warpgroup == 0)(lambda: store_sums(pl.run_scoped(sum_values, sums), k_tile, dv))
-            pl.when(warpgroup == 1)(lambda: store_sums(pl.run_scoped(sum_keys, sums) * scale, v_tile, dk))
+            order.for_each(consume, program, schedule, visits)
+            plgpu.wait_smem_to_gmem(0)
 
+    read = 2 * group * q.shape[1] * head * q.dtype.itemsize
+    order = rows_of(
+        (batch, heads, tiles),
+        visits,
+        1,
+        read,
+        last_first=False,
+        persistent=config.key_stages > 1,
+    )
     q, k, v, do = map(aligned, (q, k, v, do))
     stages = tile_memory((config.stages, queries, head), q.dtype)
-    own, vectors = tile_memory((rows, head), k.dtype), plgpu.SMEM((config.stages, queries), jnp.float32)
+    own, vectors = (
+        tile_memory((config.key_stages, rows, head), k.dtype),
+        plgpu.SMEM((config.stages, queries), jnp.float32),
+    )
     dk, dv = launch(
         body,
         q,
@@ -246,8 +283,9 @@ def backward_keys(
         *padded_statistics(lse, delta, queries),
         padded(masks, config.tile, transposed=True),
         visits,
+        order.schedule,
         out=(k, v),
-        grid={"batch": batch, "head": heads, "row": tiles},
+        grid={"program": order.programs},
         warpgroups=_CONSUMERS + 1,
         scratch=[
             own,
@@ -258,7 +296,8 @@ def backward_keys(
             vectors,
             operand((_CONSUMERS, ROWS, queries), q.dtype) if simulating() is not None else None,
             operand((_BUFFERS, ROWS, queries), jnp.float32) if config.divided else None,
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.key_stages),
             plgpu.Barrier(num_arrivals=4, num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
             *[plgpu.Barrier(num_barriers=_BUFFERS) if config.divided else None] * 2,

@@ -2,9 +2,9 @@
 
     p = exp(s - lse)    ds = p (do vᵀ - delta)    dq = scale Σ ds k,    with the sum over the keys.
 
-A CTA computes one tile of queries of one head. A producer warpgroup copies tiles of keys and values to a ring of shared
-memory. Each consumer warpgroup owns 64 queries, and keeps their sums in registers. ds is multiplied from registers. The
-order of the sum is fixed.
+A CTA computes tiles of queries, one after another. A producer warpgroup copies tiles of keys and values to a ring of
+shared memory, and the next tile of queries early. Each consumer warpgroup owns 64 queries, and keeps their sums in
+registers. ds is multiplied from registers. The order of the sum is fixed.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pallas_kernels.attention.scores_sm90 import (
     aligned,
     padded,
     padded_statistics,
-    row_visits,
+    rows_of,
     scores,
     tile_memory,
     unsupported,
@@ -39,12 +39,15 @@ _CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 queries and `keys` keys. Tiles of values and of keys alternate in a ring of `buffers`. With
-    `values_first`, the product of do and the values starts before the product of the queries and the keys, and the
-    buffer of the values is free earlier."""
+    """Tiles of 128 queries and `keys` keys, and `query_stages` of queries and do.
+
+    With one stage of queries, each CTA computes one tile of queries. Tiles of values and of keys alternate in a ring of
+    `buffers`. With `values_first`, the product of do and the values starts before the product of the queries and the
+    keys, and the buffer of the values is free earlier."""
 
     keys: int = 128
     buffers: int = 4
+    query_stages: int = 1
     values_first: bool = False
 
     @property
@@ -58,7 +61,7 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
     head = q.shape[3]
     if head == 256:
         return Config(keys=64, buffers=3, values_first=True)
-    return Config(buffers=8 if head <= 64 else 4)
+    return Config(buffers=8, query_stages=2) if head <= 64 else Config()
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -89,52 +92,62 @@ def backward_queries(
     tiles = -(-queries // rows)
     one_tile = (ROWS, keys)
 
-    def body(q, k, v, do, lse, delta, masks, visits, dq, *scratch, batch, head, row, warpgroup):
-        q_tile, do_tile, buffers, ds_tile, q_loaded, loaded, free = scratch
-        row = tiles - 1 - row  # The longest rows of a causal mask start first.
-        count, visit = row_visits(visits, batch, row)
+    def body(q, k, v, do, lse, delta, masks, visits, schedule, dq, *scratch, program, warpgroup):
+        q_stages, do_stages, buffers, ds_tile, q_loaded, q_free, loaded, free = scratch
 
-        def copy(step, stage, barrier, ref, tile):
-            block = ref.at[batch, pl.ds(tile * keys, keys), quotient(head, group)]
+        def copy_queries(step, stage, barrier, row):
+            for ref, stages in ((q, q_stages), (do, do_stages)):
+                block = ref.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+                plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
+
+        def copy(step, stage, barrier, ref, row, tile):
+            block = ref.at[row.batch, pl.ds(tile * keys, keys), quotient(row.head, group)]
             plgpu.copy_gmem_to_smem(block, buffers.at[stage], barrier)
 
+        q_ring = Ring(config.query_stages, copy_queries, q_loaded, free=q_free)
         ring = Ring(config.buffers, copy, loaded, free=free)
+
+        def produce(row):
+            q_ring.produce(row.number, row)
+
+            def produce_tile(i, _):
+                tile, _ = row.visit(i)
+                step = 2 * (row.first_step + i)
+                ring.produce(step, v, row, tile)
+                ring.produce(step + 1, k, row, tile)
+
+            lax.fori_loop(0, row.count, produce_tile, None)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            for ref, own in ((q, q_tile), (do, do_tile)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(row * rows, rows), head], own, q_loaded)
+            order.for_each(produce, program, schedule, visits)
 
-            def produce(step, _):
-                tile, _ = visit(step)
-                ring.produce(2 * step, v, tile)
-                ring.produce(2 * step + 1, k, tile)
-
-            lax.fori_loop(0, count, produce, None)
-
-        def consume(sums):
-            own, queries = pl.ds(warpgroup * ROWS, ROWS), pl.ds(row * rows + warpgroup * ROWS, ROWS)
+        def consume(row):
+            q_ring.wait(row.number)
+            queries = pl.ds(row.index * rows + warpgroup * ROWS, ROWS)
+            q, do = (a.at[q_ring.stage(row.number), pl.ds(warpgroup * ROWS, ROWS)] for a in (q_stages, do_stages))
             row_lse, row_delta = (
-                load(ref.at[batch, head, queries], value_a_row(), optimized=False) for ref in (lse, delta)
+                load(ref.at[row.batch, row.head, queries], value_a_row(), optimized=False) for ref in (lse, delta)
             )
+            first_tile = Tile(row.batch, row.head, row.index * rows + warpgroup * ROWS, 0, one_tile)
+            first_tile = first_tile.with_queries(masks)
 
-            first_tile = Tile(batch, head, row * rows + warpgroup * ROWS, 0, one_tile).with_queries(masks)
-
-            def add(step, _):
-                tile, masked = visit(step)
-                v_step, k_step = 2 * step, 2 * step + 1
-                v, k = (buffers.at[ring.stage(i)] for i in (v_step, k_step))
+            def add(sums, i):
+                tile, masked = row.visit(i)
+                v_step = 2 * (row.first_step + i)
+                k_step = v_step + 1
+                v, k = (buffers.at[ring.stage(step)] for step in (v_step, k_step))
                 position = dataclasses.replace(first_tile, key=tile * keys)
 
                 def multiply(s, dp):
                     def start_dp():
                         ring.wait(v_step)
-                        plgpu.wgmma(dp, do_tile.at[own], v.transpose((1, 0)))
+                        plgpu.wgmma(dp, do, v.transpose((1, 0)))
 
                     def start_s():
                         ring.wait(k_step)
-                        plgpu.wgmma(s, q_tile.at[own], k.transpose((1, 0)))
+                        plgpu.wgmma(s, q, k.transpose((1, 0)))
 
                     if config.values_first:
                         start_dp()
@@ -159,22 +172,33 @@ def backward_queries(
                 plgpu.wgmma_wait(0)
                 ring.release(k_step)
 
-            lax.fori_loop(0, count, add, None)
-            return sums[...]
+            def add_all(sums):
+                lax.fori_loop(0, row.count, lambda i, _: add(sums, i), None)
+                return sums[...]
+
+            sums = pl.run_scoped(add_all, plgpu.ACC((ROWS, head), jnp.float32))
+            q[...] = (sums * scale).astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q, dq.at[row.batch, queries, row.head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            q_ring.release(row.number)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS[_CONSUMERS], action="increase")
-            plgpu.barrier_wait(q_loaded)
-            sums = pl.run_scoped(consume, plgpu.ACC((ROWS, q_tile.shape[1]), jnp.float32))
-            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
-            own[...] = (sums * scale).astype(own.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, dq.at[batch, pl.ds(row * rows + warpgroup * ROWS, ROWS), head])
+            order.for_each(consume, program, schedule, visits)
             plgpu.wait_smem_to_gmem(0)
 
+    order = rows_of(
+        (batch, heads, tiles),
+        visits,
+        group,
+        2 * k.shape[1] * head * k.dtype.itemsize,
+        last_first=True,
+        persistent=config.query_stages > 1,
+    )
     q, k, v, do = map(aligned, (q, k, v, do))
-    own = tile_memory((rows, head), q.dtype)
+    own = tile_memory((config.query_stages, rows, head), q.dtype)
     dq = launch(
         body,
         q,
@@ -184,15 +208,17 @@ def backward_queries(
         *padded_statistics(lse, delta, rows),
         padded(masks, config.tile),
         visits,
+        order.schedule,
         out=q,
-        grid={"batch": batch, "head": heads, "row": tiles},
+        grid={"program": order.programs},
         warpgroups=_CONSUMERS + 1,
         scratch=[
             own,
             own,
             tile_memory((config.buffers, keys, head), k.dtype),
             operand((_CONSUMERS, ROWS, keys), k.dtype) if simulating() is not None else None,
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=config.query_stages),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.query_stages),
             plgpu.Barrier(num_barriers=config.buffers),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.buffers),
         ],

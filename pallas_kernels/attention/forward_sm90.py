@@ -2,10 +2,10 @@
 
     s = scale q kᵀ    o = softmax(s) v    lse = log Σ exp(s),    with the sum over the keys.
 
-A CTA computes one tile of queries of one head. A producer warpgroup copies tiles of keys and values to two rings of
-shared memory. Each consumer warpgroup owns 64 queries. It keeps their outputs, largest score, and sum of exponentials
-in registers, and multiplies the probabilities from registers. Two consumers alternate: one multiplies while the other
-computes exponentials.
+A CTA computes tiles of queries, one after another. A producer warpgroup copies tiles of keys and values to two rings of
+shared memory, and the next tile of queries early. Each consumer warpgroup owns 64 queries. It keeps their outputs,
+largest score, and sum of exponentials in registers, and multiplies the probabilities from registers. Two consumers
+alternate: one multiplies while the other computes exponentials.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_kernels.attention.scores_sm90 import (
     Tile,
     aligned,
     padded,
-    row_visits,
+    rows_of,
     scores,
     tile_memory,
     unsupported,
@@ -40,11 +40,14 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `64 * consumers` queries and `keys` keys, and `stages` of keys and values. If `alternate`, two consumers
-    take turns with the tensor cores."""
+    """Tiles of `64 * consumers` queries and `keys` keys, `stages` of keys and values, and `query_stages` of queries.
+
+    With one stage of queries, each CTA computes one tile of queries. If `alternate`, two consumers take turns with the
+    tensor cores."""
 
     keys: int = 128
     stages: int = 2
+    query_stages: int = 2
     consumers: int = 2
     alternate: bool = True
 
@@ -59,7 +62,7 @@ def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
     head = q.shape[3]
     if head <= 64:
         return Config(consumers=3, alternate=False)
-    return Config(keys=64 if head == 256 else 128)
+    return Config(keys=64, query_stages=1) if head == 256 else Config()
 
 
 @kernel(plan=_plan, capability=(9, 0))
@@ -93,43 +96,49 @@ def forward(
     alternate = config.alternate and config.consumers == 2
     one_tile = (ROWS, keys)
 
-    def body(q, k, v, masks, visits, o, error, lse, *scratch, batch, head, row, warpgroup):
-        q_tile, k_stages, v_stages, p_tile, *barriers = scratch
-        q_loaded, k_loaded, k_free, v_loaded, v_free, turn = barriers
-        row = tiles - 1 - row  # The longest rows of a causal mask start first.
-        count, visit = row_visits(visits, batch, row)
+    def body(q, k, v, masks, visits, schedule, o, error, lse, *scratch, program, warpgroup):
+        q_stages, k_stages, v_stages, p_tile, *barriers = scratch
+        q_loaded, q_free, k_loaded, k_free, v_loaded, v_free, turn = barriers
+
+        def copy_queries(step, stage, barrier, row):
+            block = q.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+            plgpu.copy_gmem_to_smem(block, q_stages.at[stage], barrier)
 
         def copy_from(ref, stages):
-            def copy(step, stage, barrier, tile):
-                block = ref.at[batch, pl.ds(tile * keys, keys), quotient(head, group)]
+            def copy(step, stage, barrier, row, tile):
+                block = ref.at[row.batch, pl.ds(tile * keys, keys), quotient(row.head, group)]
                 plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
 
             return copy
 
+        q_ring = Ring(config.query_stages, copy_queries, q_loaded, free=q_free)
         k_ring = Ring(config.stages, copy_from(k, k_stages), k_loaded, free=k_free)
         v_ring = Ring(config.stages, copy_from(v, v_stages), v_loaded, free=v_free)
+
+        def produce(row):
+            q_ring.produce(row.number, row)
+
+            def produce_tile(i, _):
+                tile, _ = row.visit(i)
+                k_ring.produce(row.first_step + i, row, tile)
+                v_ring.produce(row.first_step + i, row, tile)
+
+            lax.fori_loop(0, row.count, produce_tile, None)
 
         @pl.when(warpgroup == config.consumers)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            plgpu.copy_gmem_to_smem(q.at[batch, pl.ds(row * rows, rows), head], q_tile, q_loaded)
-
-            def produce(step, _):
-                tile, _ = visit(step)
-                k_ring.produce(step, tile)
-                v_ring.produce(step, tile)
-
-            lax.fori_loop(0, count, produce, None)
+            order.for_each(produce, program, schedule, visits)
 
         def take_turn():
             if alternate:
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-        def consume(first_tile, step, carry):
+        def consume_tile(row, own, first_tile, i, carry):
             sums, largest, total = carry
-            tile, masked = visit(step)
-            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+            tile, masked = row.visit(i)
+            step = row.first_step + i
 
             def multiply(products):
                 plgpu.wgmma(products, own, k_stages.at[k_ring.stage(step)].transpose((1, 0)))
@@ -148,7 +157,7 @@ def forward(
             decay = jnp.exp2(largest - shift)
             total = total * decay + jnp.sum(p, axis=1)
             sums *= lax.broadcast_in_dim(decay, sums.shape, [0])
-            p = p.astype(q_tile.dtype)
+            p = p.astype(own.dtype)
             v_ring.wait(step)
             take_turn()
             stage = v_stages.at[v_ring.stage(step)]
@@ -157,32 +166,45 @@ def forward(
             v_ring.release(step)
             return sums, new_largest, total
 
-        @pl.when(warpgroup < config.consumers)
-        def _():
-            plgpu.set_max_registers(CONSUMER_REGISTERS[config.consumers], action="increase")
-            plgpu.barrier_wait(q_loaded)
-            sums = plgpu.layout_cast(jnp.zeros((ROWS, q_tile.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
+        def consume(row):
+            q_ring.wait(row.number)
+            own = q_stages.at[q_ring.stage(row.number), pl.ds(warpgroup * ROWS, ROWS)]
+            sums = plgpu.layout_cast(jnp.zeros((ROWS, head), jnp.float32), plgpu.Layout.WGMMA)
             largest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), value_a_row())
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), value_a_row())
-            first_tile = Tile(batch, head, row * rows + warpgroup * ROWS, 0, one_tile).with_queries(masks)
-            pl.when(warpgroup == 1)(take_turn)
-            consume_tile = functools.partial(consume, first_tile)
-            sums, largest, total = lax.fori_loop(0, count, consume_tile, (sums, largest, total))
-            pl.when(warpgroup == 0)(take_turn)
+            first_query = row.index * rows + warpgroup * ROWS
+            first_tile = Tile(row.batch, row.head, first_query, 0, one_tile).with_queries(masks)
+            consume_one = functools.partial(consume_tile, row, own, first_tile)
+            sums, largest, total = lax.fori_loop(0, row.count, consume_one, (sums, largest, total))
             inverse = jnp.where(total == 0, jnp.float32(0), 1 / total)
-            queries = pl.ds(row * rows + warpgroup * ROWS, ROWS)
-            own = q_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+            queries = pl.ds(first_query, ROWS)
             sums *= lax.broadcast_in_dim(inverse, sums.shape, [0])
             rounded = sums.astype(own.dtype)
             for out, values in ((o, rounded), (error, (sums - rounded.astype(jnp.float32)).astype(own.dtype))):
                 if out is not None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     own[...] = values
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(own, out.at[batch, queries, head])
-            store(lse.at[batch, head, queries], largest * math.log(2) + jnp.log(total))
+                    plgpu.copy_smem_to_gmem(own, out.at[row.batch, queries, row.head])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            q_ring.release(row.number)
+            store(lse.at[row.batch, row.head, queries], largest * math.log(2) + jnp.log(total))
+
+        @pl.when(warpgroup < config.consumers)
+        def _():
+            plgpu.set_max_registers(CONSUMER_REGISTERS[config.consumers], action="increase")
+            pl.when(warpgroup == 1)(take_turn)
+            order.for_each(consume, program, schedule, visits)
+            pl.when(warpgroup == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
+    order = rows_of(
+        (batch, heads, tiles),
+        visits,
+        group,
+        2 * k.shape[1] * head * k.dtype.itemsize,
+        last_first=True,
+        persistent=config.query_stages > 1,
+    )
     q, k, v = map(aligned, (q, k, v))
     stages = tile_memory((config.stages, keys, head), q.dtype)
     loaded = plgpu.Barrier(num_barriers=config.stages)
@@ -194,15 +216,17 @@ def forward(
         v,
         padded(masks, config.tile),
         visits,
+        order.schedule,
         out=(q, q, jax.ShapeDtypeStruct((batch, heads, tiles * rows), jnp.float32)),
-        grid={"batch": batch, "head": heads, "row": tiles},
+        grid={"program": order.programs},
         warpgroups=config.consumers + 1,
         scratch=[
-            tile_memory((rows, head), q.dtype),
+            tile_memory((config.query_stages, rows, head), q.dtype),
             stages,
             stages,
             operand((config.consumers, ROWS, keys), q.dtype) if simulating() is not None else None,
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=config.query_stages),
+            plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.query_stages),
             *(loaded, free) * 2,
             plgpu.Barrier(num_arrivals=2),
         ],

@@ -4,17 +4,28 @@ A tile of scores is `(queries, keys)`, or transposed. Scores are in base 2: the 
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tiles import Masks, Visits
-from pallas_kernels.core.layouts import OPERAND_BYTES, load, operand, value_a_column, value_a_row
+from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, Visits
+from pallas_kernels.core import device
+from pallas_kernels.core.layouts import (
+    OPERAND_BYTES,
+    largest_divisor,
+    load,
+    operand,
+    quotient,
+    remainder,
+    value_a_column,
+    value_a_row,
+)
 from pallas_kernels.core.mosaic import plgpu
 
 LOG2_E = math.log2(math.e)
@@ -76,6 +87,111 @@ class Tile:
         index = self.batch if ref.shape[0] > 1 else 0
         layout = (value_a_row, value_a_column)[axis]()
         return load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
+
+
+class Row(NamedTuple):
+    """One row of tiles of a head.
+
+    Attributes:
+      number: how many rows the CTA has computed before.
+      batch, head, index: the example, the head, and the index among the rows of tiles of the head.
+      first_step: number of tiles that the CTA has visited before.
+      count: number of tiles to visit.
+      visit: `visit(i)` returns the index of the i-th tile, and whether some of its pairs are masked.
+    """
+
+    number: Any
+    batch: Any
+    head: Any
+    index: Any
+    first_step: Any
+    count: Any
+    visit: Callable[[Any], tuple[Any, Any]]
+
+
+class Rows(NamedTuple):
+    """The order in which CTAs compute the rows of tiles of all heads.
+
+    The rows of `width` heads follow each other, so that concurrent CTAs share keys and values in the L2 cache. Among
+    them, the longest rows of a causal mask come first.
+
+    Attributes:
+      shape: numbers of examples, heads, and rows of tiles per head.
+      width: a divisor of the number of all heads.
+      last_first: whether the last row of a causal mask is the longest.
+      schedule: int32 `(CTAs, 2 + most rows)`. For each CTA, the number of its rows, and their positions in this order.
+        If it is None, each CTA computes one row.
+    """
+
+    shape: tuple[int, int, int]
+    width: int
+    last_first: bool
+    schedule: np.ndarray | None = None
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.shape) if self.schedule is None else len(self.schedule)
+
+    def at(self, position: Any) -> tuple[Any, Any, Any]:
+        """Return the batch, the head, and the index of the row at a position of the order."""
+        _, heads, tiles = self.shape
+        index = remainder(quotient(position, self.width), tiles)
+        pair = quotient(position, self.width * tiles) * self.width + remainder(position, self.width)
+        return quotient(pair, heads), remainder(pair, heads), tiles - 1 - index if self.last_first else index
+
+    def for_each(self, compute: Callable[[Row], None], program: Any, schedule: Any, visits: Visits) -> None:
+        """Call `compute(row)` for each row of tiles of CTA `program`. `schedule` is the reference to the attribute."""
+
+        def compute_one(number, position, step):
+            batch, head, index = self.at(position)
+            count, visit = row_visits(visits, batch, index)
+            compute(Row(number, batch, head, index, step, count, visit))
+            return step + count
+
+        def compute_next(number, carry):
+            position, step = carry
+            following = schedule[program, number + 2]  # loaded early
+            return following, compute_one(number, position, step)
+
+        if schedule is None:
+            compute_one(jnp.int32(0), program, jnp.int32(0))
+        else:
+            lax.fori_loop(0, schedule[program, 0], compute_next, (schedule[program, 1], jnp.int32(0)))
+
+
+def rows_of(
+    shape: tuple[int, int, int],
+    visits: Visits,
+    shared: int,
+    streamed_bytes: int,
+    *,
+    last_first: bool,
+    persistent: bool,
+) -> Rows:
+    """Return the order for `shape`, of which `shared` consecutive heads read the same `streamed_bytes`. With known masks
+    and `persistent`, each multiprocessor has one CTA."""
+    batch, heads, tiles = shape
+    most = max(1, device.target().l2_bytes // 2 // streamed_bytes) * shared
+    rows = Rows(shape, largest_divisor(batch * heads, most), last_first)
+    if not (persistent and isinstance(visits.counts, np.ndarray) and math.prod(shape) <= MOST_CONSTANTS):
+        return rows
+    batches, _, indices = rows.at(np.arange(math.prod(shape)))
+    return rows._replace(schedule=_balanced(np.broadcast_to(visits.counts, (batch, tiles))[batches, indices]))
+
+
+def _balanced(counts):
+    """Return a schedule in which each row goes to the CTA that is free first."""
+    ctas = [(0, cta) for cta in range(min(len(counts), device.target().multiprocessors))]
+    positions = [[] for _ in ctas]
+    for position, count in enumerate(counts.tolist()):
+        busy, cta = ctas[0]
+        positions[cta].append(position)
+        # Its start and its end take about as long as a tile.
+        heapq.heapreplace(ctas, (busy + count + 1, cta))
+    schedule = np.zeros((len(ctas), 2 + max(map(len, positions))), np.int32)
+    for row, of_cta in zip(schedule, positions, strict=True):
+        row[: len(of_cta) + 1] = len(of_cta), *of_cta
+    return schedule
 
 
 def row_visits(visits: Visits, batch: Any, row: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -144,11 +145,11 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number. For traced integers, `//` adds ten operations for
     signs, and JAX 0.11 runs ptxas to lower some."""
-    return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
+    return number // divisor if isinstance(number, (int, np.ndarray)) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
+    return number % divisor if isinstance(number, (int, np.ndarray)) else lax.rem(number, _like(number, divisor))
 
 
 def _like(number, divisor):
