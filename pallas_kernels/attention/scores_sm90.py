@@ -168,8 +168,10 @@ def rows_of(
     last_first: bool,
     persistent: bool,
 ) -> Rows:
-    """Return the order for `shape`, of which `shared` consecutive heads read the same `streamed_bytes`. With known masks
-    and `persistent`, each multiprocessor has one CTA."""
+    """Return the order for `shape`, of which `shared` consecutive heads read the same `streamed_bytes`.
+
+    With known masks and `persistent`, each multiprocessor has one CTA.
+    """
     batch, heads, tiles = shape
     most = max(1, device.target().l2_bytes // 2 // streamed_bytes) * shared
     rows = Rows(shape, largest_divisor(batch * heads, most), last_first)

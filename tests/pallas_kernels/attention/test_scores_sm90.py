@@ -1,3 +1,6 @@
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from pallas_kernels.attention import (
     forward_sm90,
     scores_sm90,
 )
-from pallas_kernels.attention.tiles import Masks, visited_tiles
+from pallas_kernels.attention.tiles import Masks, Visits, visited_tiles
 from pallas_kernels.core.device import HOPPER
 
 
@@ -69,3 +72,25 @@ def test_the_kernels_lower_in_64_bit_mode(on_hopper):
         program = cuda_program(all_kernels, q, k, v, *statistics, masks)
     names = "forward", "backward_keys", "backward_queries", "backward_bias"
     assert all(f"attention_{name}" in program for name in names)
+
+
+@pytest.mark.parametrize("heads", [(4, 16), (32, 12)])
+def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, on_hopper):
+    counts = np.arange(1, 17, dtype=np.int32)[None]
+    shape = *heads, counts.shape[1]
+    visits = Visits(np.zeros((1, 16, 16), np.int32), counts)
+    rows = scores_sm90.rows_of(shape, visits, 1, 2**20, last_first=True, persistent=True)
+    of_cta = [row[1 : row[0] + 1] for row in rows.schedule]
+    positions = np.concatenate(of_cta)
+    np.testing.assert_array_equal(np.sort(positions), np.arange(math.prod(shape)))
+    batches, of_batch, indices = rows.at(positions)
+    assert len({*zip(batches.tolist(), of_batch.tolist(), indices.tolist(), strict=True)}) == len(positions)
+    tiles = [counts[0, rows.at(p)[2]].sum() for p in of_cta]
+    assert len(tiles) == HOPPER.multiprocessors and max(tiles) - min(tiles) <= counts.max()
+
+
+def test_rows_of_masks_that_are_not_known_have_no_schedule():
+    of = functools.partial(scores_sm90.rows_of, (2, 3, 4), shared=1, streamed_bytes=1, last_first=False)
+    known, traced = (Visits(np.zeros((1, 4, 4), np.int32), array([[1, 2, 3, 4]])) for array in (np.array, jnp.array))
+    assert of(known, persistent=False).programs == of(traced, persistent=True).programs == 24
+    assert of(known, persistent=True).schedule is not None
