@@ -66,6 +66,8 @@ class BenchConfig:
     """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
     """Time ops on arrays whose last axis is the batch, as kernels pass them to each other."""
+    forward: bool = False
+    """Time ops without their gradients."""
     peers: bool = False
     """Also time the installed peers, which are other libraries such as PyTorch and cuDNN."""
     peer_variants: VariantChoice = "best"
@@ -104,7 +106,7 @@ def _repeated(args: Sequence[str], time_limit: float) -> dict[str, Any]:
 def _report(config: BenchConfig, command: str) -> dict[str, Any]:
     started = time.monotonic()
     check(config)
-    workloads = selected(config.cases, config.batch_last)
+    workloads = selected(config.cases, config.batch_last, config.forward)
     if config.peers:
         # Set before JAX starts, so that it leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -219,8 +219,8 @@ class Case:
 
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
-        names = (config.dtype, config.precision, products, config.seconds, config.variants)
-        return Task(self.workload.op, self.workload.options, sets, small, self.calls if sets else 0, *names)
+        rest = (config.dtype, config.precision, products, config.seconds, config.variants, self.workload.forward)
+        return Task(self.workload.op, self.workload.options, sets, small, self.calls if sets else 0, *rest)
 
     def _variants(self, task):
         for peer, adapter in self.settings.peers.items():

@@ -25,9 +25,10 @@ from experiments.output.errors import UserError, refuse_unknown
 from jaxbp.catalogue import CATALOGUE
 
 
-def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last."""
-    workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
+def selected(cases: Sequence[str], batch_last: bool = False, forward: bool = False) -> list[Workload]:
+    """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last. With
+    `forward`, omit training steps and backwards, and compute no gradients."""
+    workloads = [lenet_workload(), *(op_workload(entry, place, forward) for entry in CATALOGUE for place in entry.real)]
     workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
     workloads += [mixture_of_experts_workload(8, 4096, 14336, 2), mixture_of_experts_workload(128, 2048, 768, 8)]
     workloads += [gpt_workload(place) for place in GPT_WORKLOADS]
@@ -51,14 +52,13 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
         for workload, names in zip(workloads, named, strict=True)
         if not names.isdisjoint(cases) or any(workload.op.startswith(f"{case}_backward") for case in cases)
     ]
-    if not batch_last:
+    if not (batch_last or forward):
         return workloads
-    ops = [workload for workload in workloads if workload.steps is None]
+    ops = [workload for workload in workloads if workload.steps is None and forward <= workload.forward]
     if not ops:
-        raise UserError(
-            f"--batch-last is given for {', '.join(cases)}, which have only training steps; wants at least one op"
-        )
-    return [with_batch_last(workload) for workload in ops]
+        option, others = ("--forward", "training steps or backwards") if forward else ("--batch-last", "training steps")
+        raise UserError(f"{option} is given for {', '.join(cases)}, which have only {others}; wants at least one op")
+    return [with_batch_last(workload) for workload in ops] if batch_last else ops
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:

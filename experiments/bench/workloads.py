@@ -43,6 +43,7 @@ class Workload:
       error_batch: the largest batch size for the comparison with float64 on the CPU, or None without a comparison.
       baselines: functions in plain JAX, by a name that starts with "autodiff".
       tokens: the number of tokens per example of a language model, else None.
+      forward: whether an op is timed without its gradients.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Workload:
     error_batch: int | None = 128
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
+    forward: bool = False
 
     def named(self, name: str, dtype: str) -> Callable:
         return self.function(self.baselines.get(name, implementation(name)), dtype)
@@ -68,31 +70,34 @@ def implementation(name: str) -> str | None:
     return None if name == "None" else name
 
 
-def op_workload(entry: Entry, place: str) -> Workload:
+def op_workload(entry: Entry, place: str, forward: bool = False) -> Workload:
     """Return the workload of an op at the size `place`, a key of `entry.real`.
 
-    The workload also computes gradients, unless the op is a backward.
+    The workload also computes gradients, unless the op is a backward or `forward` is True.
     """
     case, backward = entry.real[place], "_backward" in entry.name
+    forward = forward and not backward
 
     def function(implementation, dtype):
         op = functools.partial(entry.function, **case.options, implementation=implementation)
         if callable(implementation):
             op = functools.partial(implementation, **case.options)
-        return op if backward else forward_and_backward(op)
+        return op if backward else forward_only(op) if forward else forward_and_backward(op)
 
     def draw(seed, batch, dtype):
         arrays = case.draw(seed, batch, dtype)
         if backward:
             return arrays
+        if forward:
+            return arrays, []
         results = jax.eval_shape(functools.partial(entry.function, **case.options, implementation="autodiff"), *arrays)
         floats = [a for a in jax.tree.leaves(results) if is_float(a)]
         keys = jax.random.split(jax.random.key(seed + 1000), len(floats))
         return arrays, [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, floats, strict=True)]
 
-    title = f"{entry.name} {place}" if backward else f"{entry.name} fwd+bwd {place}"
+    title = f"{entry.name} {place}" if backward else f"{entry.name} {'fwd' if forward else 'fwd+bwd'} {place}"
     batches = (case.batch or 16384,), (min(case.batch or 256, 256),)
-    arithmetic = functools.partial(_gate_operations, case, backward)
+    arithmetic = functools.partial(_gate_operations, case, forward, backward)
     return Workload(
         entry.name,
         place,
@@ -107,6 +112,7 @@ def op_workload(entry: Entry, place: str) -> Workload:
         baselines=BASELINES.get(entry.name, {}),
         # In float64, the scores of one example of attention take gigabytes.
         error_batch=1 if entry.name.startswith("dot_product_attention") else 128,
+        forward=forward,
     )
 
 
@@ -230,14 +236,20 @@ def mixture_of_experts_workload(experts: int, features: int, hidden: int, expert
     return Workload(op, place, title, options, batches, function, draw, one_after_another, error_batch=error_batch)
 
 
-def _gate_operations(case: Case, backward: bool, batch: int) -> int:
+def _gate_operations(case: Case, forward: bool, backward: bool, batch: int) -> int:
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
         return 0
     _, height, width, channels = state.shape
     gates = automaton.gates_a_cell * case.options.get("steps", 1)
     # A backward recomputes all gates except the last layer of the last tick.
-    return (GATE_OPERATIONS * gates - FORWARD_OPERATIONS * channels * backward) * batch * height * width
+    of_gate = FORWARD_OPERATIONS if forward else GATE_OPERATIONS
+    return (of_gate * gates - FORWARD_OPERATIONS * channels * backward) * batch * height * width
+
+
+def forward_only(op: Callable) -> Callable:
+    """Return a function `(arrays, no cotangents) -> results`."""
+    return lambda arrays, _: op(*arrays)
 
 
 def forward_and_backward(op: Callable) -> Callable:

@@ -22,6 +22,7 @@ class Task:
       small: arguments with a small batch, for the comparison with float64.
       calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.
+      forward: whether an op is timed without its gradients.
     """
 
     op: str
@@ -34,6 +35,7 @@ class Task:
     products: bool
     seconds: float
     choice: VariantChoice
+    forward: bool = False
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]

@@ -10,7 +10,7 @@ import jax
 
 from experiments.bench.measure import floats, time_compiled
 from experiments.bench.peers import Task, Variant
-from experiments.bench.workloads import forward_and_backward, one_after_another
+from experiments.bench.workloads import forward_and_backward, forward_only, one_after_another
 
 EPS = 1e-5  # the default of jaxbp's norms
 
@@ -146,7 +146,8 @@ def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compi
     function. `package` is the installed package whose version the peer has. `compiler_options` are options of XLA."""
 
     def measure(task, forward):
-        function = forward_and_backward(functools.partial(forward, **task.options))
+        op = functools.partial(forward, **task.options)
+        function = forward_only(op) if task.forward else forward_and_backward(op)
         sets = tuple(task.sets)
         program = jax.jit(one_after_another(function, task.calls)).lower(sets).compile(compiler_options)
         timed = time_compiled(program, sets, task.calls, task.seconds)

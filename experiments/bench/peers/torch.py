@@ -109,7 +109,8 @@ def ops(forwards: Functions, backwards: Functions) -> Build:
         if mode.startswith("compile"):
             function = torch.compile(lambda *arrays: op(*arrays), dynamic=False)
         if task.op in forwards:
-            eager, function = (functools.partial(_forward_and_backward, f) for f in (eager, function))
+            run = _forward_only if task.forward else _forward_and_backward
+            eager, function = (functools.partial(run, f) for f in (eager, function))
         sets = [_tensors(task, arguments) for arguments in task.sets]
         return lambda i: function(*sets[i % len(sets)]), lambda: _numpy(eager(*_tensors(task, task.small))), {}
 
@@ -157,6 +158,12 @@ def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
 
 def _pair(value):
     return [value, value] if isinstance(value, int) else list(value)
+
+
+def _forward_only(function, arrays, _):
+    with torch.no_grad():
+        y = function(*arrays)
+    return list(y) if isinstance(y, tuple) else [y]
 
 
 def _forward_and_backward(function, arrays, cotangents):

@@ -143,6 +143,10 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
             ["lenet", "logic", "--batch-last"],
             "--batch-last is given for lenet, logic, which have only training steps; wants",
         ),
+        (
+            ["lenet", "relu_backward", "--forward"],
+            "--forward is given for lenet, relu_backward, which have only training steps or backwards; wants",
+        ),
         (["relu", "--time-limit", "-1"], "--time-limit is -1.0; wants at least 0"),
         (
             ["relu", "--dtype", "float16", "float16"],

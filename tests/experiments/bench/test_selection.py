@@ -43,6 +43,15 @@ def test_a_quick_run_has_one_workload_of_every_family(on_gpu):
     assert [workload.op for workload in quick(selected(["conv2d_backward_bias"]), on_gpu)] == ["conv2d_backward_bias"]
 
 
+def test_a_forward_alone_has_the_results_of_the_op_and_no_gradients():
+    (alone,), (both,) = (selected(["layer_norm:65536x1024"], forward=forward) for forward in (True, False))
+    assert (alone.title, alone.op) == ("layer_norm fwd 65536x1024", both.op)
+    arrays, cotangents = both.draw(0, 3, "float32")
+    results, *_ = both.function("xla", "float32")(arrays, cotangents)
+    assert_close([alone.function("xla", "float32")(*alone.draw(0, 3, "float32"))], results, "float32")
+    assert {workload.op for workload in selected(["lenet", "relu", "relu_backward"], forward=True)} == {"relu"}
+
+
 def test_with_the_batch_last_it_is_the_same_workload():
     for op in ("conv2d_backward_weights", "relu"):
         first, last = (selected([op], batch_last)[0] for batch_last in (False, True))
