@@ -36,6 +36,7 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
+from pallas_kernels.logic.readers import sums_of_terms
 
 GATE_SUMS = 4
 
@@ -240,26 +241,17 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
         rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
         ends = [(offsets_ref[2 * row], offsets_ref[2 * row + 2]) for row in rows]
 
-        def add_consumers(turn, sums):
-            places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # The last of these may be consumers of the next input, which are not added.
-            read_places = [jnp.minimum(e, 2 * graph.gates - 1) for e in places]
-            consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
+        def terms(places):
+            places = [jnp.minimum(e, 2 * graph.gates - 1) for e in places]
+            consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[_dy_row(dy_ref, graph, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
             slopes = [_consumer_slopes(c_ref, consumer) for consumer in consumers]
-            sums = list(sums)
-            for n, (e, dy, partner, (slope, curve)) in enumerate(zip(places, dys, partners, slopes, strict=True)):
-                k = n // config.consumers
-                sums[k] += jnp.where(e < ends[k][1], dy * (slope + curve * partner), jnp.zeros_like(dy))
-            return tuple(sums)
+            for dy, partner, (slope, curve) in zip(dys, partners, slopes, strict=True):
+                yield dy * (slope + curve * partner)
 
-        sums = (zeros_like(x_ref[0, lanes].astype(jnp.float32)),) * config.inputs
-        if config.consumers == graph.max_fan_out:
-            sums = add_consumers(0, sums)
-        else:
-            max_consumers = functools.reduce(jnp.maximum, (end - first for first, end in ends))
-            sums = lax.fori_loop(0, (max_consumers + config.consumers - 1) // config.consumers, add_consumers, sums)
+        zeros = zeros_like(x_ref[0, lanes].astype(jnp.float32))
+        sums = sums_of_terms(terms, ends, zeros, at_once=config.consumers, max_fan_out=graph.max_fan_out)
         for row, total in zip(rows, sums, strict=True):
             dx_ref[row, lanes] = total.astype(dx_ref.dtype)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxbp.common import barriers
+from jaxbp.logic.wires.wires import Wires
 from pallas_kernels.core.arrays import batch_first, batch_last
 
 _MOST_TURNS = 32
@@ -43,6 +44,32 @@ def sum_over_consumers(terms: Callable[[Array], Array], offsets: Array, consumer
         taken = (first + turn < end).reshape(-1, *[1] * (values.ndim - 1))
         total = total + jnp.where(taken, values, 0)
     return total
+
+
+def rows_of_readers(rows: Array, read: Array, readers: Array, offsets: Array, max_fan_out: int) -> Array:
+    """Return `rows[read]`, the row that each reader reads, such that autodiff adds the gradients of a row's readers in
+    a fixed order.
+
+    `readers` and `offsets` are as in `pallas_kernels.logic.readers`. On a GPU, the order of a scatter varies, but here
+    each reader reads a copy of its own. If a few rows have most of the readers, the copies would need too much memory,
+    and the order varies.
+    """
+    if few_have_most(rows.shape[0], readers.size, max_fan_out):
+        return rows[read]
+    copies, places = jnp.repeat(rows, max_fan_out, axis=0), copies_read(read, readers, offsets, max_fan_out)
+    return copies.at[places].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def copies_read(read: Array, readers: Array, offsets: Array, max_fan_out: int) -> Array:
+    """Return, for each reader, the index of its copy among `max_fan_out` copies of each row."""
+    turns = np.arange(readers.size, dtype=np.int32) - offsets[read[readers]]
+    return read * max_fan_out + jnp.zeros_like(turns).at[readers].set(turns, unique_indices=True)
+
+
+def rows_of_inputs(wires: Wires, rows: Array) -> Array:
+    """Return `rows_of_readers` for the inputs `(a, b)` of each gate in turn, `(2 * gates, ...)`."""
+    read = jnp.stack([wires.a, wires.b], axis=1).ravel()
+    return rows_of_readers(rows, read, wires.consumers, wires.offsets[::2], wires.max_fan_out)
 
 
 _MOST_PARTS = 16

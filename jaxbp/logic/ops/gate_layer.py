@@ -16,7 +16,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -29,8 +28,8 @@ from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops._rows import (
     features_first,
     features_last,
-    few_have_most,
     from_rows_of_kernels,
+    rows_of_inputs,
     rows_of_kernels,
     sum_over_consumers,
     sums,
@@ -118,25 +117,10 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
     def forward(coefficients, x):
-        return _values(_copies_of_inputs(wires, upcast(features_first(x))), coefficients, x, groups)
+        rows = rows_of_inputs(wires, upcast(features_first(x)))
+        return _values((rows[::2], rows[1::2]), coefficients, x, groups)
 
     return jax.vjp(forward, coefficients, x)[1](dy)
-
-
-def _copies_of_inputs(wires, rows):
-    # Autodiff adds the gradients of separate copies in a fixed order, but a scatter's order varies on a GPU. If few
-    # rows have most consumers, the copies need too much memory.
-    if few_have_most(wires.inputs, 2 * wires.gates, wires.max_fan_out):
-        return rows[wires.a], rows[wires.b]
-    copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
-    return (copies.at[place[role::2]].get(unique_indices=True, mode="promise_in_bounds") for role in (0, 1))
-
-
-def _copies_read(wires):
-    places = np.arange(2 * wires.gates, dtype=np.int32)
-    row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
-    turn = places - wires.offsets[2 * row]
-    return jnp.zeros_like(row).at[wires.consumers].set(row * wires.max_fan_out + turn, unique_indices=True)
 
 
 def _forward_kernel(coefficients, wires, x, *, groups=None):

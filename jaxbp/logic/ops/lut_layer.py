@@ -21,6 +21,7 @@ from jaxbp.logic.ops._rows import (
     features_first,
     features_last,
     from_rows_of_kernels,
+    rows_of_inputs,
     rows_of_kernels,
     sum_over_consumers,
     sums_over_examples,
@@ -35,6 +36,7 @@ from pallas_kernels.logic.lookup_tables import (
     lookup_tables,
     lookup_tables_gradients,
 )
+from pallas_kernels.logic.readers import sums_over_readers
 
 
 def _inputs(wires, rows):
@@ -43,7 +45,11 @@ def _inputs(wires, rows):
 
 
 def _forward(tables, wires, x):
-    y = interpolated([*tables.T[..., None]], _inputs(wires, upcast(features_first(x))))
+    return _values(tables, _inputs(wires, upcast(features_first(x))), x)
+
+
+def _values(tables, inputs, x):
+    y = interpolated([*tables.T[..., None]], inputs)
     return features_last(y.astype(x.dtype), x.shape[:-1])
 
 
@@ -52,21 +58,22 @@ def _gradients(dy, tables, wires, x):
     dinputs, _ = interpolation_gradients(dy, [*tables.T[..., None]], inputs)
     dtables = jnp.stack(sums_over_examples(_gradients_of_tables, dy, *inputs), axis=-1)
     dreads = jnp.stack(dinputs, axis=1).reshape(wires.consumers.size, -1)
-    return dtables, features_last(_gradient_of_rows(dreads, wires).astype(x.dtype), x.shape[:-1])
+    consumers, offsets, dreads = wires.consumers, wires.offsets[::2], barriers.on_cpu(dreads)
+    dx = sum_over_consumers(lambda at: dreads[consumers[at]], offsets, consumers.size, wires.max_fan_out)
+    return dtables, features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
 def _gradients_of_tables(dy, *inputs):
     return interpolation_gradients(dy, None, inputs)[1]
 
 
-def _gradient_of_rows(dreads, wires):
-    dreads = barriers.on_cpu(dreads)
-    consumers, offsets = wires.consumers, wires.offsets[::2]
-    return sum_over_consumers(lambda at: dreads[consumers[at]], offsets, consumers.size, wires.max_fan_out)
-
-
 def _gradients_by_autodiff(dy, tables, wires, x):
-    return jax.vjp(lambda tables, x: _forward(tables, wires, x), tables, x)[1](dy)
+
+    def forward(tables, x):
+        rows = rows_of_inputs(wires, upcast(features_first(x)))
+        return _values(tables, [rows[v::4] for v in range(4)], x)
+
+    return jax.vjp(forward, tables, x)[1](dy)
 
 
 def _forward_kernel(tables, wires, x):
@@ -76,7 +83,8 @@ def _forward_kernel(tables, wires, x):
 def _gradients_kernel(dy, tables, wires, x):
     arrays = rows_of_kernels(dy), tables, wires.a, wires.b, rows_of_kernels(x)
     dreads, dtables = lookup_tables_gradients(*arrays)
-    dx = _gradient_of_rows(dreads, wires).astype(x.dtype)
+    options = dict(max_fan_out=wires.max_fan_out, dtype=x.dtype)
+    dx = sums_over_readers(dreads, wires.consumers, wires.offsets[::2], **options)
     return dtables.astype(tables.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
@@ -132,7 +140,7 @@ def _definition_backward(dy, logits, wires, x, **options):
 
 
 _DEFAULT = DefaultImplementation(gpu="xla")
-"""The kernels have not run on a GPU yet, so None does not select them."""
+"""The kernels have not been timed on a GPU yet, so None does not select them."""
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, default=_DEFAULT, partitioned=True, jit=True)
 _LUT_LAYER = _public_op("lut_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _LUT_LAYER_BACKWARD = _public_op(

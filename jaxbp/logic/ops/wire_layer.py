@@ -17,13 +17,15 @@ from jaxbp.logic.ops._rows import (
     features_last,
     from_rows_of_kernels,
     rows_of_kernels,
+    rows_of_readers,
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable, pairs, per_implementation
+from jaxbp.pairing import Implementation, Op, differentiable, pairs, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
+from pallas_kernels.logic.readers import sums_over_readers
 
 
 def _weights(logits, wires):
@@ -41,7 +43,10 @@ _products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _forward(weights, wires, x):
-    values = upcast(features_first(x))[wires.candidates]
+    return _mixtures(weights, wires, upcast(features_first(x))[wires.candidates], x)
+
+
+def _mixtures(weights, wires, values, x):
     y = _products("qwk,qkn->qwn", _by_group(weights, wires), values)
     return features_last(y.reshape(2 * wires.gates, y.shape[-1]).astype(x.dtype), x.shape[:-1])
 
@@ -50,13 +55,20 @@ def _gradients(dy, weights, wires, x):
     dy, values = _by_group(upcast(features_first(dy)), wires), upcast(features_first(x))[wires.candidates]
     dweights = _products("qwn,qkn->qwk", dy, values).reshape(weights.shape)
     dvalues = barriers.on_cpu(_products("qwk,qwn->qkn", _by_group(weights, wires), dy))
-    return dweights, features_last(_gradient_of_rows(dvalues, wires).astype(x.dtype), x.shape[:-1])
-
-
-def _gradient_of_rows(dvalues, wires):
     dvalues = dvalues.reshape(wires.readers.size, dvalues.shape[-1])
     offsets, fan_out = wires.reader_offsets, wires.max_fan_out
-    return sum_over_consumers(lambda at: dvalues[wires.readers[at]], offsets, wires.readers.size, fan_out)
+    dx = sum_over_consumers(lambda at: dvalues[wires.readers[at]], offsets, wires.readers.size, fan_out)
+    return dweights, features_last(dx.astype(x.dtype), x.shape[:-1])
+
+
+def _gradients_by_autodiff(dy, weights, wires, x):
+
+    def forward(weights, x):
+        readers = wires.candidates.ravel(), wires.readers, wires.reader_offsets
+        values = rows_of_readers(upcast(features_first(x)), *readers, wires.max_fan_out)
+        return _mixtures(weights, wires, values.reshape(*wires.candidates.shape, -1), x)
+
+    return jax.vjp(forward, weights, x)[1](dy)
 
 
 def _forward_kernel(weights, wires, x):
@@ -66,12 +78,16 @@ def _forward_kernel(weights, wires, x):
 def _gradients_kernel(dy, weights, wires, x):
     arrays = rows_of_kernels(dy), weights, wires.candidates, rows_of_kernels(x)
     dvalues, dweights = mixtures_gradients(*arrays)
-    dx = _gradient_of_rows(dvalues, wires).astype(x.dtype)
+    options = dict(max_fan_out=wires.max_fan_out, dtype=x.dtype)
+    dx = sums_over_readers(dvalues, wires.readers, wires.reader_offsets, **options)
     return dweights.astype(weights.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
 _FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
-_GRADIENTS = {"xla": _gradients, "pallas": differentiable(_gradients_kernel, _gradients, batched("dy", "x"))}
+_GRADIENTS = {
+    "xla": differentiable(_gradients, _gradients_by_autodiff),
+    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
+}
 
 
 # Logits of half precision are cast to float32 first, as in `gate_layer`.
@@ -119,9 +135,7 @@ def _unsupported(*arrays):
     return checks.unsupported_dtype(*arrays) or unsupported_group(logits, wires.candidates)
 
 
-_DEFAULT = DefaultImplementation(gpu="xla")
-"""The kernels have not run on a GPU yet, so None does not select them."""
-_public_op = functools.partial(Op, unsupported=_unsupported, default=_DEFAULT, partitioned=True, jit=True)
+_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
 _WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _WIRE_LAYER_BACKWARD = _public_op(
     "wire_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}

@@ -99,10 +99,17 @@ def test_hard_gates_are_exact_on_bits(parametrization):
 def test_kernels_run_only_if_they_are_named_and_something_needs_them():
     arrays = normal((3, 16), (128, 6))
     layer = functools.partial(jaxbp.lut_layer, wires=WIRES)
-    for argnums, launches in (((0, 1), 2), (0, 2), (1, 2)):
+    for argnums, launches in (((0, 1), 3), (0, 2), (1, 3)):
         gradient = jax.grad(lambda *a: jnp.sum(jnp.sin(layer(a[0], x=a[1], implementation="pallas"))), argnums)
         assert launching_program(gradient, *arrays).count("@kernel.") == launches
     assert "mosaic_gpu" not in cuda_program(lambda logits, x: layer(logits, x=x), *arrays)
+
+
+def test_kernels_add_the_gradients_of_the_most_read_inputs_in_a_fixed_order():
+    skewed = Wires.from_pairs([0] * 64, range(1, 65), 300)
+    backward = functools.partial(jaxbp.lut_layer_backward, wires=skewed, implementation="pallas")
+    program = launching_program(lambda dy, logits, x: backward(dy, logits, x=x), *normal((2, 32), (32, 16), (2, 300)))
+    assert program.count("@kernel.") == 2 and "scatter" not in program
 
 
 def zeros(*shape, dtype="float32"):

@@ -103,9 +103,17 @@ def test_no_array_has_one_number_per_wire_candidate_and_example(implementation):
 def test_kernels_that_nothing_needs_are_not_launched():
     arrays = normal((12, 3), (128, 6))
     layer = functools.partial(jaxbp.wire_layer, wires=WIRES["softmax"], implementation="pallas")
-    for argnums, launches in (((0, 1), 2), (0, 2), (1, 2)):
+    for argnums, launches in (((0, 1), 3), (0, 2), (1, 3)):
         gradient = jax.grad(lambda logits, x: jnp.sum(jnp.sin(layer(logits, x=x))), argnums)
         assert launching_program(gradient, *arrays).count("@kernel.") == launches
+
+
+def test_kernels_add_the_gradients_of_the_most_read_inputs_in_a_fixed_order():
+    skewed = LearnedWires.from_candidates([[0, 1 + group] for group in range(64)], 128, 300)
+    backward = functools.partial(jaxbp.wire_layer_backward, wires=skewed, implementation="pallas")
+    arrays = normal((2, 256), (256, 2), (2, 300))
+    program = launching_program(lambda dy, logits, x: backward(dy, logits, x=x), *arrays)
+    assert program.count("@kernel.") == 2 and "scatter" not in program
 
 
 def zeros(*shape, dtype="float32"):
