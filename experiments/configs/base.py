@@ -171,9 +171,9 @@ class TrainingConfig:
         kinds, value = alternatives(kind), getattr(self, name)
         if value is None and types.NoneType in kinds:
             return
-        for each in kinds:
-            if get_origin(each) is Literal:
-                self._check_choice(name, get_args(each))
+        kinds = [each for each in kinds if each is not types.NoneType]
+        if len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+            self._check_choice(name, get_args(kinds[0]))
         for limits in (note for note in notes if isinstance(note, Range)):
             wanted = f"{'a whole' if int in kinds else 'a finite'} number {limits}"
             self._check(name, matches(value, kind) and limits.has(value), wanted)
@@ -319,4 +319,6 @@ def described(annotation: Any) -> str:
         return " or ".join(map(described, get_args(annotation)))
     if annotation is types.NoneType:
         return "None"
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(repr, get_args(annotation)))
     return annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)

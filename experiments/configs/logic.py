@@ -125,8 +125,9 @@ class LogicConfig(GateConfig):
     """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
     wiring: Literal["unique", "random", "learned"] | None = None
     """Inputs of gates: pairs without repetition, random, or learned among candidates. None: unique if possible."""
-    candidates: Annotated[int | None, Range(1)] = None
-    """Candidates per input of a gate, for wiring learned. None: 16, or fewer in small layers."""
+    candidates: int | Literal["all"] | None = None
+    """Candidates per input of a gate, or all inputs of the layer, for wiring learned. None: 16, or fewer in small
+    layers."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     arity: Arity = 2
@@ -154,8 +155,9 @@ class LogicConfig(GateConfig):
         self._check("gates", fits, most)
         most = min(self.inputs, self.gates if self.layers > 1 else 2 * read)
         self._fill({"candidates": min(16, most)})
-        fits = self.wiring != "learned" or self.candidates <= most
-        self._check("candidates", fits, f"at most {most}, the number of bits of an example or of gates of a layer")
+        fits = self.wiring != "learned" or self.candidates == "all" or 1 <= self.candidates <= most
+        wanted = f"'all', or from 1 to {most}, the number of bits of an example or of gates of a layer"
+        self._check("candidates", fits, wanted)
 
     @property
     def examples_per_device(self) -> int:

@@ -35,9 +35,9 @@ class LogicEstimator(BaseEstimator):
     """Number of layers of gates."""
     arity: int = 2
     """Number of inputs per gate in these layers, 2 or 4."""
-    candidates: int | None = None
-    """Number of candidates among which each input of a gate in these layers chooses. None: the wires are not
-    learned."""
+    candidates: int | Literal["all"] | None = None
+    """Number of candidates among which each input of a gate in these layers chooses, or "all" inputs of the layer.
+    None: the wires are not learned."""
     thresholds: int = 15
     """Largest number of thresholds per feature."""
     epochs: int | None = None
@@ -121,8 +121,9 @@ class LogicEstimator(BaseEstimator):
         if self.arity not in (2, 4):
             raise ValueError(f"{op}: arity is {self.arity!r}; wants 2 or 4")
         for name in ("epochs", "candidates"):
-            if getattr(self, name) is not None:
-                checks.count(op, name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and (name, value) != ("candidates", "all"):
+                checks.count(op, name, value)
         for name, most in (("learning_rate", np.inf), ("validation_fraction", 1)):
             value = getattr(self, name)
             if not checks.is_number(value) or not 0 < value < most:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Network:
     image: tuple[int, int, int] | None = None
     convolutions: tuple[LogicConvolution, ...] = ()
     arity: Arity = 2
-    candidates: int | None = None
+    candidates: int | Literal["all"] | None = None
 
     def build(self) -> nnx.Module:
         learned = functools.partial(LearnedWires.random, candidates=self.candidates)

@@ -29,36 +29,60 @@ from pallas_kernels.logic.readers import sums_over_readers
 
 
 def _weights(logits, wires):
-    p = jax.nn.softmax(upcast(logits))
-    if wires.relaxation == "softmax":
-        return p
-    return gates.with_gradient_of(p, gates.one_hot_of_largest(logits))
+    wide = upcast(logits)
+    return jax.nn.softmax(wide) if wires.relaxation == "softmax" else _one_hot(wide)
+
+
+@jax.custom_jvp
+def _one_hot(logits):
+    """Return 1 for the largest logit and 0 for the others, with the derivatives of the softmax."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where(jnp.isnan(largest), largest, gates.one_hot_of_largest(logits))
+
+
+@_one_hot.defjvp
+def _(primals, tangents):
+    return _one_hot(*primals), jax.jvp(jax.nn.softmax, primals, tangents)[1]
 
 
 def _by_group(rows, wires):
     return rows.reshape(wires.groups, rows.shape[0] // wires.groups, rows.shape[-1])
 
 
-_products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_exact_products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _forward(weights, wires, x):
+    rows = upcast(features_first(x))
+    if wires.relaxation == "softmax":
+        return _mixtures(weights, wires, rows[wires.candidates], x)
+    weights = _by_group(weights, wires)
+    read = jnp.take_along_axis(wires.candidates, jnp.argmax(weights, axis=-1), axis=1)
+    y = jnp.max(weights, axis=-1).reshape(-1, 1) * rows[read.ravel()]
+    return features_last(y.astype(x.dtype), x.shape[:-1])
+
+
+def _mixtures_of_candidates(weights, wires, x):
     return _mixtures(weights, wires, upcast(features_first(x))[wires.candidates], x)
 
 
 def _mixtures(weights, wires, values, x):
-    y = _products("qwk,qkn->qwn", _by_group(weights, wires), values)
+    y = _exact_products("qwk,qkn->qwn", _by_group(weights, wires), values)
     return features_last(y.reshape(2 * wires.gates, y.shape[-1]).astype(x.dtype), x.shape[:-1])
 
 
 def _gradients(dy, weights, wires, x):
-    dy, values = _by_group(upcast(features_first(dy)), wires), upcast(features_first(x))[wires.candidates]
-    dweights = _products("qwn,qkn->qwk", dy, values).reshape(weights.shape)
-    dvalues = barriers.on_cpu(_products("qwk,qwn->qkn", _by_group(weights, wires), dy))
-    dvalues = dvalues.reshape(wires.readers.size, dvalues.shape[-1])
-    offsets, fan_out = wires.reader_offsets, wires.max_fan_out
+    dvalues, dweights = _gradients_of_groups(features_first(dy), weights, wires, features_first(x))
+    dvalues, offsets, fan_out = barriers.on_cpu(dvalues), wires.reader_offsets, wires.max_fan_out
     dx = sum_over_consumers(lambda at: dvalues[wires.readers[at]], offsets, wires.readers.size, fan_out)
     return dweights, features_last(dx.astype(x.dtype), x.shape[:-1])
+
+
+def _gradients_of_groups(dy, weights, wires, rows):
+    dy, values = _by_group(upcast(dy), wires), upcast(rows)[wires.candidates]
+    dweights = jnp.einsum("qwn,qkn->qwk", dy, values).reshape(weights.shape)
+    dvalues = jnp.einsum("qwk,qwn->qkn", _by_group(weights, wires), dy)
+    return dvalues.reshape(wires.readers.size, dvalues.shape[-1]), dweights
 
 
 def _gradients_by_autodiff(dy, weights, wires, x):
@@ -72,18 +96,26 @@ def _gradients_by_autodiff(dy, weights, wires, x):
 
 
 def _forward_kernel(weights, wires, x):
+    if unsupported_group(weights, wires.candidates):
+        return _forward(weights, wires, x)
     return from_rows_of_kernels(mixtures(weights, wires.candidates, rows_of_kernels(x)), x.shape[:-1])
 
 
 def _gradients_kernel(dy, weights, wires, x):
-    arrays = rows_of_kernels(dy), weights, wires.candidates, rows_of_kernels(x)
-    dvalues, dweights = mixtures_gradients(*arrays)
+    rows, dy = rows_of_kernels(x), rows_of_kernels(dy)
+    if unsupported_group(weights, wires.candidates):
+        dvalues, dweights = _gradients_of_groups(dy, weights, wires, rows)
+    else:
+        dvalues, dweights = mixtures_gradients(dy, weights, wires.candidates, rows)
     options = dict(max_fan_out=wires.max_fan_out, dtype=x.dtype)
     dx = sums_over_readers(dvalues, wires.readers, wires.reader_offsets, **options)
     return dweights.astype(weights.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
-_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
+_FORWARD = {
+    "xla": differentiable(_forward, _mixtures_of_candidates),
+    "pallas": differentiable(_forward_kernel, _mixtures_of_candidates, batched("x")),
+}
 _GRADIENTS = {
     "xla": differentiable(_gradients, _gradients_by_autodiff),
     "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
@@ -122,7 +154,7 @@ def _layer_backward(dy, logits, wires, x, *, implementation):
 
 def _definition(logits, wires, x):
     values = upcast(x)[..., wires.candidates]
-    y = _products("qwk,...qk->...qw", _by_group(_weights(logits, wires), wires), values)
+    y = _exact_products("qwk,...qk->...qw", _by_group(_weights(logits, wires), wires), values)
     return y.reshape(*x.shape[:-1], 2 * wires.gates).astype(x.dtype)
 
 
@@ -130,12 +162,7 @@ def _definition_backward(dy, logits, wires, x):
     return jax.vjp(lambda logits, x: _definition(logits, wires, x), logits, x)[1](dy)
 
 
-def _unsupported(*arrays):
-    *_, logits, wires, _ = arrays
-    return checks.unsupported_dtype(*arrays) or unsupported_group(logits, wires.candidates)
-
-
-_public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
+_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
 _WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _WIRE_LAYER_BACKWARD = _public_op(
     "wire_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}

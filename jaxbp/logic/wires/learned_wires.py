@@ -73,12 +73,12 @@ class LearnedWires(ByContent):
     ) -> "LearnedWires":
         """Make wires whose group q chooses among the inputs `candidates[q]`.
 
-        With more candidates than wires, the gradients of the candidates would need more memory than the wires.
+        With more candidates in all groups than wires or inputs, their gradients would need more memory than these.
 
         Raises:
           TypeError: the candidates are not integers.
           ValueError: the candidates are not a matrix, or not in [0, inputs); the number of groups does not divide the
-            number of wires, `2 * gates`; a group has more candidates than wires; or the relaxation is unknown.
+            number of wires, `2 * gates`; there are more candidates than wires and inputs; or the relaxation is unknown.
         """
         op = "LearnedWires.from_candidates"
         gates, inputs = bounded_count(op, "gates", gates), bounded_count(op, "inputs", inputs)
@@ -88,8 +88,8 @@ class LearnedWires(ByContent):
         if candidates.ndim != 2 or not candidates.size or 2 * gates % candidates.shape[0]:
             wanted = f"(groups, K), where groups divides {2 * gates}, the number of wires"
             raise ValueError(f"{op}: candidates has shape {candidates.shape}; wants {wanted}")
-        if candidates.shape[1] > (wires := 2 * gates // candidates.shape[0]):
-            wanted = f"at most {wires} candidates, the number of wires per group"
+        if candidates.size > (most := max(2 * gates, inputs)):
+            wanted = f"at most {most} candidates in all groups, the larger of the numbers of wires and inputs"
             raise ValueError(f"{op}: candidates has shape {candidates.shape}; wants {wanted}")
         if relaxation not in get_args(Relaxation):
             raise ValueError(f"{op}: relaxation is {relaxation!r}; wants one of {', '.join(get_args(Relaxation))}")
@@ -113,15 +113,17 @@ class LearnedWires(ByContent):
         gates: int,
         seed: int,
         *,
-        candidates: int = 16,
+        candidates: int | Literal["all"] = 16,
         gates_per_group: int | None = None,
         relaxation: Relaxation = "straight_through",
     ) -> "LearnedWires":
         """Make wires with random candidates. The number of groups per candidate varies by at most one.
 
         Args:
-          candidates: the number K of candidates per wire.
-          gates_per_group: a divisor of `gates`. None: the divisor next to 8 that is at least half of `candidates`.
+          candidates: the number K of candidates per wire, or "all": each wire chooses among all inputs. Wires to the
+            pixels of images need all, or they are much less accurate: docs/lab/2026-11-29-learned-wires.md.
+          gates_per_group: a divisor of `gates`. None: the divisor next to 8 that is at least half of `candidates`. With
+            "all" candidates, all gates are one group.
 
         Raises:
           ValueError: a count is below 1; `gates_per_group` does not divide `gates`, or is less than half of
@@ -129,6 +131,11 @@ class LearnedWires(ByContent):
         """
         op = "LearnedWires.random"
         inputs, gates = bounded_count(op, "inputs", inputs), bounded_count(op, "gates", gates)
+        if candidates == "all":
+            if gates_per_group not in (None, gates):
+                wanted = f"None or {gates}, the number of gates, because candidates is 'all'"
+                raise ValueError(f"{op}: gates_per_group is {gates_per_group!r}; wants {wanted}")
+            return cls.from_candidates(np.arange(inputs)[None], gates, inputs, relaxation)
         candidates = checks.count(op, "candidates", candidates)
         if candidates > min(inputs, 2 * gates):
             wanted = f"at most {min(inputs, 2 * gates)}, for {inputs} inputs and {2 * gates} wires"

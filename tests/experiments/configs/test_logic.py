@@ -40,7 +40,7 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
         ("tau", 0.0, "a finite number above 0"),
         ("levels", 0, "a whole number of at least 1"),
         ("wiring", "all", "one of unique, random, learned"),
-        ("candidates", 0, "a whole number of at least 1"),
+        ("candidates", "some", "a value of type int or 'all' or None"),
         ("initialization", "zeros", "one of residual, normal"),
         ("parametrization", "fourier", "one of softmax, input_wise, walsh"),
         ("arity", 3, "one of 2, 4"),
@@ -69,8 +69,10 @@ def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bi
         (2352, 16),
         (1000, 16),
     ]
-    with pytest.raises(UserError, match=r"^candidates is 30; wants at most 10, the number of bits of an example"):
-        LogicConfig(wiring="learned", gates=10, candidates=30)
+    for candidates in (0, 30):
+        wanted = rf"^candidates is {candidates}; wants 'all', or from 1 to 10, the number of bits"
+        with pytest.raises(UserError, match=wanted):
+            LogicConfig(wiring="learned", gates=10, candidates=candidates)
 
 
 def shapes(config, images):

@@ -25,7 +25,6 @@ from jax.test_util import check_grads
 import jaxbp
 from jaxbp import Wires
 from jaxbp.logic.gates import PARAMETERS
-from jaxbp.logic.ops import gate_layer as op
 from jaxbp.logic.ops._rows import copies_read
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 

@@ -81,6 +81,26 @@ def test_the_gradient_of_straight_through_passes_check_against_a_function_with_t
     assert check(layer, *arrays, gradient_of=with_this_gradient, added=["cotangents"])
 
 
+@every_relaxation
+@ours
+def test_all_inputs_may_be_candidates(implementation, relaxation):
+    wires = LearnedWires.random(41, 16, seed=0, candidates="all", relaxation=relaxation)
+    arrays = *normal((3, 32), (32, 41)), wires, *normal((3, 41), seed=1)
+    exact = by_the_definition(*arrays)
+    results, gradients = value_and_gradients(implementation)(*arrays)
+    assert_close(results, exact, "float32")
+    assert_close(gradients, exact[1:], "float32")
+
+
+def test_values_of_selected_candidates_are_exact_and_logits_that_are_nan_give_nan():
+    (x,), logits = normal((2, 6)), jnp.zeros((12, 3)).at[:, 1].set(1.0).at[0].set(jnp.nan)
+    x = x.at[0, 3].set(jnp.inf)  # no wire selects this candidate
+    y = jaxbp.wire_layer(logits, WIRES["straight_through"], x, implementation="xla")
+    assert jnp.isnan(y[:, 0]).all()
+    expected = x[:, np.repeat([0, 5, 0], 4)[1:]]
+    assert np.array_equal(y[:, 1:], expected)
+
+
 @ours
 @pytest.mark.parametrize("candidates", [[[5, 0]] * 8, [[0, 1]] * 7 + [[0, 40]]], ids=["all groups", "skewed"])
 def test_gradients_sum_over_all_groups_with_a_candidate(candidates, implementation):
@@ -146,13 +166,6 @@ REFUSED = {
         lambda: jaxbp.wire_layer(zeros(12, 3), SOFT, zeros(2, 6, dtype=bool)),
         TypeError,
         "wire_layer: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
-    ),
-    "large groups": (
-        lambda: jaxbp.wire_layer(
-            zeros(80, 40), LearnedWires.from_candidates([range(40)], 40, 40), zeros(2, 40), implementation="pallas"
-        ),
-        NotImplementedError,
-        "wire_layer: implementation='pallas' does not take 3200 weights per group, only 1024",
     ),
     "no logits of wires": (
         lambda: jaxbp.gate_layer(zeros(6, 16), SOFT, zeros(2, 6)),

@@ -42,6 +42,12 @@ def test_by_default_a_group_has_about_eight_gates(gates, candidates, wanted):
     assert gates // wires.groups == wanted
 
 
+def test_all_inputs_may_be_candidates_also_of_a_layer_with_fewer_wires():
+    wires = LearnedWires.random(9, 4, seed=0, candidates="all")
+    assert wires.candidates.tolist() == [list(range(9))] and wires.max_fan_out == 1
+    assert wires.initial_logits(jax.random.key(0)).shape == (8, 9)
+
+
 def test_hardened_wires_lead_to_the_candidates_with_the_largest_logits():
     logits = np.zeros((8, 3), np.float32)
     logits[[1, 2, 4, 7], [1, 2, 2, 1]] = 1.0
@@ -78,7 +84,7 @@ REFUSED = {
     "more candidates than wires": (
         lambda: LearnedWires.from_candidates([[0, 1, 2]] * 2, 2, 3),
         ValueError,
-        "candidates has shape (2, 3); wants at most 2 candidates, the number of wires per group",
+        "candidates has shape (2, 3); wants at most 4 candidates in all groups, the larger of the numbers of wires",
     ),
     "an input that does not exist": (
         lambda: LearnedWires.from_candidates([[0, 3]], 2, 3),
@@ -99,6 +105,11 @@ REFUSED = {
         lambda: LearnedWires.random(9, 8, 0, candidates=8, gates_per_group=2),
         ValueError,
         "gates_per_group is 2; wants a divisor of 8, the number of gates, that is at least 4",
+    ),
+    "groups with all candidates": (
+        lambda: LearnedWires.random(9, 8, 0, candidates="all", gates_per_group=2),
+        ValueError,
+        "gates_per_group is 2; wants None or 8, the number of gates, because candidates is 'all'",
     ),
     "logits of other wires": (
         lambda: UNEVEN.harden(jnp.zeros((4, 3))),
