@@ -27,6 +27,7 @@ from figures.run_tables import (
     communication,
     compilation,
     frozen,
+    gates,
     profile,
     programs,
     rows,
@@ -108,7 +109,7 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
 
 DESCRIBED_BELOW = (works, ratios, dtypes, rows, seeds, frozen, profile, accuracy, sanitizer, communication, compilation)
 """Tables below which `made_by` describes the result files. The other tables describe them, or have none."""
-OTHERS = (summary, slower, training, programs, supported)
+OTHERS = (summary, slower, training, programs, gates, supported)
 TABLES: dict[str, Callable[..., str]] = {
     **{table.__name__: table for table in (*DESCRIBED_BELOW, *OTHERS)},
     "runs": rows,

@@ -612,6 +612,26 @@ def test_accuracies_are_means_over_seeds(book):
     assert full == ["`lenet --precision float32`", "1", "0.7500 ± 0.0000", "", "9"]
 
 
+def test_accuracies_of_logic_networks_are_ordered_by_their_gates(book):
+    runs = [
+        {"settings": f"logic --wiring {wiring} --layers 2 --gates {gates}{arity}", "test_accuracy": accuracy}
+        for wiring, gates, arity, accuracy in (
+            ("random", 8000, "", 0.9),
+            ("random", 500, "", 0.5),
+            ("learned", 500, " --arity 4", 0.75),
+            ("learned", 500, " --arity 4", 0.25),
+        )
+    ]
+    failed = {"settings": "logic --wiring learned --layers 1 --gates 64000 --arity 4", "failed": "no answer"}
+    page = book("gates run", run=report(*runs, failed))
+    assert cells(page) == [
+        ["gates", "fixed wires, 2 inputs", "learned wires, 4 inputs"],
+        ["1,000", "0.5000", "0.5000"],
+        ["16,000", "0.9000", ""],
+        ["64,000", "", ""],
+    ]
+
+
 def test_older_studies_say_their_settings_in_several_fields(book):
     fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, hardened=0.5, epochs=9, seconds=3.0)
     rows = [{"size": "s", "settings": settings} | fields for settings in ({}, {"shift": 1})]

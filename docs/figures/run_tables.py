@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import statistics
 import tomllib
 from collections.abc import Callable, Sequence
@@ -145,6 +146,25 @@ def seeds(reports: Reports) -> str:
             lines[title] = over_seeds(rows)
     head = next(iter(lines.values()), ())
     return markdown(["settings", *head], [[title, *cells.values()] for title, cells in lines.items()])
+
+
+def gates(reports: Reports) -> str:
+    """Return a table of the test accuracies of logic networks by their number of gates."""
+    found: dict[int, dict[str, list[float]]] = {}
+    for row in all_rows(reports):
+        _, *words = shlex.split(row["settings"])
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        wires = "learned" if options["--wiring"] == "learned" else "fixed"
+        kind = f"{wires} wires, {options.get('--arity', 2)} inputs"
+        of_size = found.setdefault(int(options["--gates"]) * int(options["--layers"]), {})
+        of_size.setdefault(kind, []).extend([row["test_accuracy"]] if "test_accuracy" in row else [])
+    kinds = list(dict.fromkeys(kind for of_size in found.values() for kind in of_size))
+    lines = [
+        [f"{size:,}", *(f"{statistics.mean(values):.4f}" if (values := of_size.get(kind)) else "" for kind in kinds)]
+        for size, of_size in sorted(found.items())
+    ]
+    files = ", ".join(map(link, reports))
+    return f"{markdown(['gates', *kinds], lines)}\n\n{devices(reports)}. Files, with the commands: {files}."
 
 
 def setting(report: Report, row: Row) -> str:

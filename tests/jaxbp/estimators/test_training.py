@@ -55,10 +55,10 @@ def test_a_network_learns_and_another_data_set_of_its_padded_size_shares_its_pro
     assert made.train_epoch._cache_size() == before == 1
 
 
-@pytest.mark.parametrize("arity", [2, 4])
-def test_with_candidates_the_wires_of_layers_are_learned_and_harden(arity):
-    model = Network(64, (96, 96), 2, arity=arity, candidates=8).build()
-    assert [layer.wire_logits.shape for layer in model.layers] == [(96 * arity, 8), (96 * arity, 8)]
+@pytest.mark.parametrize(("arity", "candidates", "choices"), [(2, 8, (8, 8)), (4, "all", (64, 96))])
+def test_with_candidates_the_wires_of_layers_are_learned_and_harden(arity, candidates, choices):
+    model = Network(64, (96, 96), 2, arity=arity, candidates=candidates).build()
+    assert [layer.wire_logits.shape for layer in model.layers] == [(96 * arity, k) for k in choices]
     assert model.harden()(random.random((3, 64)) < 0.5).shape == (3, 96)
 
 
