@@ -293,6 +293,7 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None, program: str) -> Stopped:
     at_ctrl_c(signal.SIG_IGN)
+    processes.release()
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:

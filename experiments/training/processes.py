@@ -88,6 +88,7 @@ def _number(option, text, least, most):
 
 
 _meet: Callable[[], None] | None = None
+_release: Callable[[], None] | None = None
 
 
 def meet() -> None:
@@ -99,25 +100,31 @@ def meet() -> None:
         _meet()
 
 
+def release() -> None:
+    """In process 0, end the other processes after Ctrl-C. Process 0 computes nothing with them any more."""
+    if _release is not None:
+        _release()
+
+
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
     Only process 0 passes `settings`, one line of text, and sends them to the others. When the command of process 0
     returns 0, all processes exit with 0. If a process fails or disappears, all others exit with 1.
     """
-    global _meet
+    global _meet, _release
     if place.process:
         links, settings = _call(place)
     else:
         links = _listen(place)
         for link in links.values():
             link.sendall(settings.encode() + b"\n")
-    ends, arrived = threading.Event(), queue.SimpleQueue()
+    ends, arrived, handed_on = threading.Event(), queue.SimpleQueue(), threading.Event()
     _meet = functools.partial(_meet_over, links, arrived, is_first=place.process == 0)
 
     def initialized():
         if place.process:
-            _hand_on_ctrl_c(links[0])
+            _hand_on_ctrl_c(links[0], handed_on)
         # JAX's preemption service would catch SIGTERM and continue.
         jax.config.update("jax_enable_preemption_service", False)
         host = f"[{place.host}]" if ":" in place.host else place.host
@@ -131,20 +138,30 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
     def watch(process):
         said = HERE
-        while said in (HERE, STOP):
+        while said == HERE or (said == STOP and place.process == 0):
             try:
                 said = links[process].recv(1)
             except OSError:
                 said = b""
             if said == HERE:
                 arrived.put(process)
-            elif said == STOP:
+            elif said == STOP and place.process == 0:
                 os.kill(os.getpid(), signal.SIGINT)
         if said == DONE:
             end(0)
+        if said == STOP:
+            if not handed_on.is_set():
+                print("process 0 was stopped with Ctrl-C, and prints how to resume", file=sys.stderr)
+            end(1)
         if not ends.is_set():
             print(f"error: process {process} stopped answering: {ENDS}", file=sys.stderr)
             end(1)
+
+    def stop_others():
+        ends.set()
+        for link in links.values():
+            with contextlib.suppress(OSError):
+                link.sendall(STOP)
 
     def end(code):
         ends.set()
@@ -160,6 +177,7 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
         sys.stderr.flush()
         os._exit(code)  # a normal exit would wait in JAX for processes that have ended
 
+    _release = stop_others if place.process == 0 else None
     watches = [threading.Thread(target=watch, args=(process,), daemon=True) for process in links]
     for watching in watches:
         watching.start()
@@ -195,13 +213,14 @@ def _meet_over(links, arrived, is_first):
             link.sendall(HERE)
 
 
-def _hand_on_ctrl_c(link):
+def _hand_on_ctrl_c(link, handed_on):
     """Let Ctrl-C in this process stop process 0, which draws the curves, says how to resume, and ends the others."""
     wakes, woken = socket.socketpair()
     woken.setblocking(False)
 
     def hand_on():
         wakes.recv(1)
+        handed_on.set()
         print("process 0 stops the run after this epoch", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             link.sendall(STOP)

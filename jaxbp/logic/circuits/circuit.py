@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import UInt, UInt32
+from jaxtyping import UInt, UInt8, UInt32
 
+from jaxbp.common import checks
 from jaxbp.logic.circuits.expansion import expanded, gates_of
 from jaxbp.logic.circuits.netlist import BitCircuit, GateList, Netlist
 from jaxbp.logic.gates import GATES
@@ -19,10 +20,12 @@ from jaxbp.logic.wires.wires import Wires, require_chain
 def bitwise_gate_layer(gates: UInt[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
     """Evaluate a layer of gates, `(inputs, words) -> (gates, words)`. If x is a NumPy array, so is the result.
 
-    If there are half as many gates as pairs in `wires`, gates have four inputs, as in `jaxbp.lut_layer`.
+    If there are half as many gates as pairs in `wires`, and their dtype is uint16, gates have four inputs, as in
+    `jaxbp.lut_layer`.
     """
-    numpy = np if isinstance(x, np.ndarray) else jnp
-    a, b, pairs = x[wires.a], x[wires.b], wires.gates // len(gates)
+    numpy, pairs = np if isinstance(x, np.ndarray) else jnp, 2 if _have_four_inputs(gates, wires) else 1
+    checks.shape("bitwise_gate_layer", "gates", gates, wires.gates // pairs)
+    a, b = x[wires.a], x[wires.b]
     numbers = numpy.asarray(gates).astype(np.int32)
     # A gate's function is a polynomial modulo 2. Each coefficient is a sum of rows of the truth table.
     for shift in (1, 2, 4, 8)[: 2 * pairs]:
@@ -50,21 +53,31 @@ def gates_and_wires(name: str, layer: Any, kind: type) -> Sequence[Any]:
     return layer
 
 
-def gate_numbers(layer: str, gates: ArrayLike, *shape: int, functions: int = GATES) -> UInt[np.ndarray, "*shape"]:
+def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
     gates = np.asarray(gates)
     if not np.issubdtype(gates.dtype, np.integer):
         raise TypeError(f"{layer} has gates of dtype {gates.dtype}; wants integers")
-    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < functions):
+    if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
         came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
-        wanted = f"shape {shape} and values from 0 to {functions - 1}"
+        wanted = f"shape {shape} and values from 0 to {GATES - 1}"
         raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants {wanted}")
-    return gates.astype(np.uint8 if functions == GATES else np.uint16)
+    return gates.astype(np.uint8)
+
+
+def _have_four_inputs(gates: Any, wires: Wires) -> bool:
+    return gates.dtype == np.uint16 and gates.shape == (wires.gates / 2,)
 
 
 def _layer(name: str, layer: Any) -> tuple[np.ndarray, Wires]:
     gates, wires, *_ = gates_and_wires(name, layer, Wires)
-    if np.shape(gates) == (wires.gates / 2,):
-        return gate_numbers(name, gates, wires.gates // 2, functions=2**16), wires
+    gates = np.asarray(gates)
+    if _have_four_inputs(gates, wires):
+        return gates, wires
+    if np.issubdtype(gates.dtype, np.integer) and gates.shape == (wires.gates / 2,):
+        raise ValueError(
+            f"{name} has {gates.size} gates of dtype {gates.dtype} and {wires.gates} pairs of wires; wants "
+            f"{wires.gates} gates, or dtype uint16 for gates of four inputs"
+        )
     return gate_numbers(name, gates, wires.gates), wires
 
 
@@ -72,7 +85,8 @@ def _layer(name: str, layer: Any) -> tuple[np.ndarray, Wires]:
 class Circuit(BitCircuit):
     """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions, and its wires.
 
-    A layer with half as many gates as pairs of wires has gates of four inputs, as in `jaxbp.lut_layer`.
+    A layer with half as many gates as pairs of wires has gates of four inputs, as in `jaxbp.lut_layer`. Their numbers
+    must have the dtype uint16, as from `jaxbp.harden`.
     """
 
     layers: Sequence[tuple[UInt[np.ndarray, "gates"], Wires]]
@@ -91,8 +105,8 @@ class Circuit(BitCircuit):
 
         Raises:
           TypeError: a layer is not such a pair, or its gates are not integers.
-          ValueError: there are no layers; a gate's function is not from 0 to 15, or for four inputs from 0 to 65535;
-            or the layers' sizes do not match.
+          ValueError: there are no layers; a gate's function is not from 0 to 15, except in uint16 for four inputs; or
+            the sizes of a layer or of neighboring layers do not match.
         """
         return cls(layers)
 

@@ -21,7 +21,7 @@ random = np.random.default_rng(0)
 LAYERS = [
     (np.arange(16, dtype=np.uint8), Wires.random(9, 16, seed=0)),
     (random.integers(0, 16, 1030), Wires.random(16, 1030, seed=1)),
-    (random.integers(0, 2**16, 20), Wires.random(1030, 40, seed=2)),  # gates of four inputs
+    (random.integers(0, 2**16, 20, np.uint16), Wires.random(1030, 40, seed=2)),  # gates of four inputs
 ]
 CIRCUIT = Circuit.of(LAYERS)
 BITS = random.random((75, 9)) < 0.5  # three words, the last one not full
@@ -252,10 +252,14 @@ REFUSED = {
         lambda: Circuit.of([(np.array([1, 16]), Wires.random(5, 2, seed=0))]),
         "Circuit: layer 0 has gates of shape (2,) with values from 1 to 16; wants shape (2,) and values from 0 to 15",
     ),
-    "a table that is none": (
-        lambda: Circuit.of([(np.array([1, 2**16]), Wires.random(5, 4, seed=0))]),
-        "Circuit: layer 0 has gates of shape (2,) with values from 1 to 65536; wants shape (2,) and values from 0 to "
-        "65535",
+    "half as many gates": (
+        lambda: Circuit.of([(np.array([1, 2]), Wires.random(5, 4, seed=0))]),
+        "Circuit: layer 0 has 2 gates of dtype int64 and 4 pairs of wires; wants 4 gates, or dtype uint16 for gates of "
+        "four inputs",
+    ),
+    "half as many gates of a layer": (
+        lambda: jaxbp.bitwise_gate_layer(np.uint8([1, 2]), Wires.random(5, 4, seed=0), np.zeros((5, 1), np.uint32)),
+        "bitwise_gate_layer: gates has shape (2,); wants (4,)",
     ),
     "layers that do not join": (
         lambda: Circuit.of([LAYERS[0], LAYERS[2]]),
