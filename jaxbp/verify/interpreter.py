@@ -67,11 +67,24 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
-    for equation in jaxpr.eqns:
+    for equation in _needed(jaxpr):
         with equation.ctx.manager:
             results = rule(equation, [read(v) for v in equation.invars])
         known.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _needed(jaxpr):
+    """Return the equations that the results depend on. Others may raise an error when they run, such as the tangent of
+    a `custom_vjp` that `stop_gradient` discards."""
+    needed, found = set(), []
+    add = lambda variables: needed.update(v for v in variables if not hasattr(v, "val"))  # noqa: E731
+    add(jaxpr.outvars)
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            add(equation.invars)
+            found.append(equation)
+    return reversed(found)
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
@@ -232,6 +245,8 @@ def _computed_in(program):
 
 def _lift(equation, inputs):
     name, params = equation.primitive.name, equation.params
+    if name == "custom_lin":  # JAX would raise this error when it lowers the program
+        raise TypeError("a custom_vjp has no forward mode")
     if name in FIXED:
         if any(_is_float(v.aval) and v.aval.dtype != np.float64 for v in equation.outvars):
             raise CannotLiftError(f"{name} computes in {equation.outvars[0].aval.dtype}")

@@ -87,6 +87,9 @@ class Programs:
             values, cotangents = converted(point.values, dtypes), converted(point.cotangents, self.result_dtypes)
             return values, cotangents, [converted(direction, dtypes) for direction in point.directions]
 
+    def gradient_shapes(self, point: Point) -> list[jax.ShapeDtypeStruct]:
+        return jax.eval_shape(value_and_gradients(self.function), *self.in_dtypes(point)[:2])[1]
+
     def at(self, point: Point, *orders: int) -> list[list[np.ndarray]]:
         """Return, for each order, the results (order 0) or a derivative, divided by the point's factor of dy."""
         if orders[0] > 1:

@@ -98,7 +98,8 @@ class Reference:
             with contextlib.suppress(Exception):  # no reverse mode
                 programs.append(trace(value_and_gradients(forward), arguments.floats, self.results))
         if (dtype := interpreter.narrowest(*programs)) is not None and dtype != np.float64:
-            self._lift(op, dtype, refused)
+            gradients = programs[2].out_avals[len(self.results) :] if len(programs) > 2 else ()
+            self._lift(op, dtype, refused, refused is not None or any(g.dtype != np.float64 for g in gradients))
         self._stops, transform = interpreter.has(program, STOP), self._transform
         self._compiling = compiling = {**quickly_compiled([*arguments.floats, *self.results]), **compiling}
         self._derivatives = Derivatives(self.function, transform=transform, primal=not self.independent, **compiling)
@@ -112,9 +113,9 @@ class Reference:
         self._jumps, self._at_integers, self.less_precise = {}, None, functools.cache(self._less_precise)
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
-    def _lift(self, op, dtype, refused):
+    def _lift(self, op, dtype, refused, is_narrow):
         transform = interpreter.lifted
-        if refused is not None:
+        if is_narrow:
             trace = interpreter.traced_in([a.dtype for a in self._arguments], [y.dtype for y in self.results])
             transform = functools.partial(interpreter.lifted, trace=trace)
         try:

@@ -24,6 +24,8 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.report import NOT_FLOATING, CheckRow, Progress
 
 MOST_ELEMENTS, WORK, MOST_NUMBERS, MOST_KINKS = (64, 10_000), 2**23, 2**22, 16
+MOST_OF_RULE = 600
+"""Characters of JAX's error about a custom rule, which ends with the shapes."""
 
 
 class Settings(NamedTuple):
@@ -158,6 +160,8 @@ class Study:
             _ = programs.result_dtypes
         except NotImplementedError as error:
             return [self._row(programs, "skipped", _one_line(error))]
+        if programs is not self.autodiff and (reason := self._broken_rule(programs, own)):
+            return [self._row(programs, "failed", reason)]
         rows = []
         for point, order, error in failed:
             # If autodiff succeeds, a custom rule raised the error.
@@ -174,6 +178,24 @@ class Study:
                 rows.append(self._row(programs, "skipped", NOT_FLOATING, dtype=str(a.dtype), argument=name))
         return rows
 
+    def _broken_rule(self, programs, own):
+        """Return the mistake if the gradients cannot be traced or have other dtypes than the arguments, else None."""
+        try:
+            gradients = programs.gradient_shapes(own)
+        except (NotImplementedError, jax.errors.UnexpectedTracerError):
+            return None
+        except Exception as error:
+            return _named(error, MOST_OF_RULE) if _succeeds(self.autodiff.results, 1, own) else None
+        return "; ".join(self._other_dtypes(programs, gradients)) or None
+
+    def _other_dtypes(self, programs, gradients):
+        wanted = zip(self._names(1), gradients, programs.arguments.dtypes, strict=True)
+        return [
+            f"the gradient of {name} is {a.dtype}; wants {dtype}, as {name}"
+            for name, a, dtype in wanted
+            if a.dtype != dtype
+        ]
+
     def _compared(self, programs, judge, expected):
         rows, dtypes = [], programs.arguments.dtypes
         for point, of_orders in expected:
@@ -183,11 +205,8 @@ class Study:
             try:
                 for e, arrays in zip(of_orders, programs.at(point, *(e.order for e in of_orders)), strict=True):
                     order = e.order
+                    self.reference.notes += self._other_dtypes(programs, arrays) if order == 1 else ()
                     for i, (name, a) in enumerate(zip(self._names(order), arrays, strict=True)):
-                        if order == 1 and a.dtype != (wanted := dtypes[i]):
-                            self.reference.notes.append(
-                                f"the gradient of {name} is {a.dtype}; wants {wanted}, as {name}"
-                            )
                         if point.of is None or point.of == i or order == 0:
                             rows.append(self._judged(programs, judge, point, e, i, a, name, point.name))
             except Exception as error:
@@ -312,9 +331,9 @@ def _succeeds(function, *args):
     return True
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {_one_line(error)}"
+def _named(error: Exception, most: int = 200) -> str:
+    return f"{type(error).__name__}: {_one_line(error, most)}"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _one_line(error: Exception, most: int = 200) -> str:
+    return " ".join(str(error).split())[:most]

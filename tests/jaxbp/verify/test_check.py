@@ -521,15 +521,35 @@ def test_a_smooth_function_has_no_kink_where_its_slope_or_its_curvature_is_0(fun
     } == {"finite differences"}
 
 
-def test_a_gradient_of_another_dtype_and_a_function_without_a_rule_are_noted():
-    @jax.custom_vjp
-    def cube(x):
-        return x**3
+def ruled(forward, backward):
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (forward(x), x), backward)
+    return function
 
-    cube.defvjp(lambda x: (x**3, x), lambda x, dy: ((3 * dy * x * x).astype(jnp.float32),))
-    (x,) = drawn((3,), dtype=jnp.bfloat16)
-    assert "the gradient of x is float32; wants bfloat16, as x" in quickly(cube, x, order=1, added=()).notes
-    assert quickly(jnp.sin, x, order=1, added=()).notes == (
+
+def test_a_gradient_of_another_dtype_is_reported():
+    cube = ruled(lambda x: x**3, lambda x, dy: ((3 * dy * x * x).astype(jnp.float32),))
+    (x,) = drawn((3,))
+    (row,) = check(cube, x.astype(jnp.bfloat16)).rows
+    assert (row.verdict, row.reason) == ("failed", "the gradient of x is float32; wants bfloat16, as x")
+    result = check(cube, x, added=("dtypes",))
+    assert "the gradient of x is float32; wants float16, as x" in result.notes
+    assert result and all(row.verdict == "ok" for row in result.rows if row.order == 2)
+
+
+def test_a_rule_that_cannot_be_traced_is_one_failure_with_the_whole_error():
+    (row,) = check(ruled(jnp.sum, lambda x, dy: (jnp.ones(2),)), *drawn((3, 4))).rows
+    assert row.verdict == "failed" and "of type float32[2] corresponding to an input of type float32[3,4]" in row.reason
+
+
+def test_a_backward_within_stop_gradient_fails_at_second_order():
+    stopped = ruled(lambda x: x**3, lambda x, dy: (jax.lax.stop_gradient(3 * dy * x.astype(jnp.float32) ** 2),))
+    (row,) = check(stopped, *drawn((3,)), added=()).failures
+    assert (row.order, row.analytic) == (2, 0)
+
+
+def test_a_function_without_a_rule_is_noted():
+    assert quickly(jnp.sin, *drawn((3,)), added=()).notes == (
         "sin has no custom rule, so the check compares JAX's autodiff",
     )
 
