@@ -538,7 +538,7 @@ def test_a_gradient_of_another_dtype_is_reported():
 
 
 def test_a_rule_that_cannot_be_traced_is_one_failure_with_the_whole_error():
-    (row,) = check(ruled(jnp.sum, lambda x, dy: (jnp.ones(2),)), *drawn((3, 4))).rows
+    (row,) = check(ruled(lambda x: jnp.sum(x), lambda x, dy: (jnp.ones(2),)), *drawn((3, 4))).rows
     assert row.verdict == "failed" and "of type float32[2] corresponding to an input of type float32[3,4]" in row.reason
 
 
