@@ -86,6 +86,11 @@ def is_discrete(a: Any) -> bool:
 _MAY_BE_EMPTY = ("batch", "rows", "features", "in_features", "out_features")
 
 
+def function(op: str, name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{op}: {name} is {value!r}; wants a function, say jaxbp.relu")
+
+
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
     """Require that `a` has the shape `wanted`, where a string in `_MAY_BE_EMPTY` is any size, and any other string any
     size except 0."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
+from jaxbp.common import checks
 from jaxbp.pairing.mesh import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.arrays import unify_varying_axes
@@ -104,6 +105,10 @@ class Op(Generic[P, R]):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
             wanted = ", ".join(map(repr, IMPLEMENTATIONS))
             raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants only names among {wanted}")
+        for key, function in implementations.items():
+            checks.function(name, f"the implementation {key!r}", function)
+        if not (default is None or callable(default) or isinstance(default, DefaultImplementation)):
+            raise TypeError(f"{name}: default is {default!r}; wants a jaxbp.DefaultImplementation, say gpu={default!r}")
         made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
         self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name

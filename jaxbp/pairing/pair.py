@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from jaxbp.common import checks
 from jaxbp.common.numerics import weakly_typed
 from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
 from jaxbp.pairing.mesh import BatchAxes
@@ -85,6 +86,7 @@ class Pair(Op[P, R]):
         sharded_like: Callable | None = None,
         jit: bool = False,
     ):
+        checks.function("Pair", "forward", forward)
         name = name or name_of(forward)
         made_of = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         partitioned = partitioned or batch_axes is not None
@@ -146,7 +148,7 @@ class Pair(Op[P, R]):
         call = jax.custom_vjp(lambda *arrays: mapped_axis_first(forward(*arrays))[0])
 
         def save_with_kinds(*arrays):
-            y, saved = mapped_axis_first(*_named(name, arrays, *save(*arrays)))
+            y, saved = mapped_axis_first(*_named(name, arrays, *_saved(name, save(*arrays))))
             return y, (saved, _Kinds.of(arrays))
 
         def gradients(saved, dy):
@@ -163,7 +165,8 @@ class Pair(Op[P, R]):
 
     def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
         save, backward = self._rules[implementation]
-        saved = self._residuals(*arrays, **options) if self._residuals else save(*arrays, **options)[1]
+        save_alone = self._residuals or (lambda *arrays, **options: _saved(self.name, save(*arrays, **options))[1])
+        saved = save_alone(*arrays, **options)
         found = _called(self.backward.name, functools.partial(backward, **options), dy, saved)
         return found if self._linear else of_floating(self._checked(_Kinds.of(arrays), found), arrays)
 
@@ -230,6 +233,15 @@ def _nothing(*arrays, **options):
     return ()
 
 
+def _saved(name: str, found: Any) -> tuple[Any, tuple]:
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], tuple):
+        return found
+    kind = lambda value: "an array" if hasattr(value, "dtype") else f"a {type(value).__name__}"  # noqa: E731
+    parts = ", ".join(map(kind, found)) if isinstance(found, tuple) else ""
+    came = f"({parts})" if parts else kind(found)
+    raise TypeError(f"{name}: save returns {came}; wants (y, saved), where saved is a tuple, such as (y, (x,))")
+
+
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
     # A residual may also be in the result y.
     given = {id(a) for a in jax.tree.leaves(arrays)}
@@ -269,6 +281,8 @@ class _Kinds:
         names = lambda: positional_names(forward, len(kinds))  # noqa: E731
         if isinstance(gradients, list):
             raise TypeError(f"{op}: returns a list; wants a tuple with one gradient for each of {', '.join(names())}")
+        if gradients is None and [_is_inexact(getattr(kind, "dtype", None)) for kind in kinds] == [True]:
+            raise TypeError(f"{op}: returns None; wants one gradient for each of {', '.join(names())}")
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         if len(gradients) != len(kinds):
             wanted = f"wants {len(kinds)}, one gradient for each of {', '.join(names())}"
@@ -277,6 +291,10 @@ class _Kinds:
         for i, (kind, gradient) in enumerate(zip(kinds, gradients, strict=True)):
             checked.append(_checked(op, lambda i=i: names()[i], kind, gradient))
         return tuple(checked)
+
+
+def _is_inexact(dtype: np.dtype | None) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _checked(op: str, name: Callable[[], str], kinds: Any, gradient: Any) -> Any:
@@ -293,7 +311,7 @@ def _checked(op: str, name: Callable[[], str], kinds: Any, gradient: Any) -> Any
     found = []
     for g, kind in zip(leaves, parts, strict=True):
         if g is not None and kind.dtype is not None:
-            dtype, is_integer = jnp.result_type(g), not jnp.issubdtype(kind.dtype, jnp.inexact)
+            dtype, is_integer = jnp.result_type(g), not _is_inexact(kind.dtype)
             wanted = jax.dtypes.float0 if is_integer else kind.dtype
             if dtype != wanted or (jnp.shape(g) != kind.shape and not is_integer):
                 raise _mismatch(op, f"{name()}{kind.path}", kind, g, dtype, is_integer)

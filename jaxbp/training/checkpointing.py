@@ -7,7 +7,7 @@ its steps.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -232,13 +232,15 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
     Raises:
       ValueError: there are no layers, or the policy is unknown.
-      TypeError: a layer cannot be called.
+      TypeError: `layers` is not a list of functions.
 
     Source: T. Chen et al., "Training deep nets with sublinear memory cost", 2016; for "logarithmic", A. Griewank,
     "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation", 1992.
     """
-    op, layers = "checkpointed", tuple(layers)
-    if not layers:
+    op = "checkpointed"
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"{op}: layers is {layers!r}; wants a list of functions of one argument")
+    if not (layers := tuple(layers)):
         raise ValueError(f"{op}: layers is empty; wants at least one layer")
     for i, layer in enumerate(layers):
         if not callable(layer):

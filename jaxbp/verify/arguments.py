@@ -163,11 +163,6 @@ def tracers_explained(caller: str, function: Callable) -> Iterator[None]:
         ) from error
 
 
-def require_function(op: str, name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{op}: {name} is {value!r}; wants a function, say jaxbp.relu")
-
-
 def require_several(op: str, name: str, value: Any) -> None:
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxbp.common import checks
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import (
     Arguments,
     name_of,
-    require_function,
     require_several,
     take_apart,
     takes_implementation,
@@ -99,9 +99,9 @@ def check(
             f"check: the argument added contains {', '.join(map(repr, sorted(unknown)))}; wants only names among "
             f"{', '.join(EXTRA_DATA)}"
         )
-    require_function("check", "op", op)
+    checks.function("check", "op", op)
     if gradient_of is not None:
-        require_function("check", "gradient_of", gradient_of)
+        checks.function("check", "gradient_of", gradient_of)
     require_several("check", "implementations", implementations)
     op = without_other_implementations(op, args, options)
     if implementations is None:

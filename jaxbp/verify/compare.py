@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxbp.common import checks
 from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 from jaxbp.verify.arguments import (
     bind,
     name_of,
-    require_function,
     require_several,
     take_apart,
     takes_implementation,
@@ -75,7 +75,7 @@ def compare(
       ValueError: there is no floating argument.
       Errors of the reference are raised unchanged.
     """
-    require_function("compare", "function", function)
+    checks.function("compare", "function", function)
     require_several("compare", "implementations", implementations)
     arguments = take_apart(function, args)
     chosen = arguments.positions((argnums,) if isinstance(argnums, int) else argnums)

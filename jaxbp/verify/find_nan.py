@@ -12,6 +12,7 @@ import numpy as np
 import jaxbp
 import pallas_kernels
 from jaxbp import pairing
+from jaxbp.common import checks
 from jaxbp.pairing import IMPLEMENTATIONS
 from jaxbp.verify.arguments import name_of, tracers_explained
 from jaxbp.verify.interpreter import bind, called, evaluate, scan_sizes, while_parts
@@ -74,7 +75,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
       options: static.
 
     Raises:
-      TypeError: the function has a hand-written derivative that JAX cannot transpose.
+      TypeError: `function` is not a function, or has a hand-written derivative that JAX cannot transpose.
 
     Example:
       >>> print(jaxbp.verify.find_nan(lambda x: jnp.sqrt(x).sum(), jnp.array([0.0, 1.0])))
@@ -82,6 +83,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
         at example.py:3
         ...
     """
+    checks.function("find_nan", "function", function)
     leaves, structure = jax.tree.flatten(arguments)
     leaves = list(map(jnp.asarray, leaves))
     floating = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Shaped
 
+from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic.circuits.circuit import Circuit
@@ -144,7 +145,9 @@ class LogicNetwork(nnx.Module):
       options: as in `LogicLayer`.
 
     Raises:
-      ValueError: tau is not a number above 0, or `wiring` cannot make layers of these widths.
+      TypeError: `widths` is not a list.
+      ValueError: tau is not a number above 0, the last width is not a multiple of `classes`, or `wiring` cannot make
+        layers of these widths.
 
     Source: as in `jaxbp.gate_layer`.
     """
@@ -162,6 +165,10 @@ class LogicNetwork(nnx.Module):
         **options: Unpack[GateOptions],
     ):
         check_tau("LogicNetwork", tau)
+        if not isinstance(widths, Sequence) or not widths:
+            raise TypeError(f"LogicNetwork: widths is {widths!r}; wants a list with the number of gates in each layer")
+        if widths[-1] % checks.count("LogicNetwork", "classes", classes):
+            raise ValueError(f"LogicNetwork: widths ends with {widths[-1]}; wants a multiple of the {classes} classes")
         self.layers = nnx.List(
             LogicLayer(wiring(reads, gates * arity // 2, seed + i), arity=arity, **options)
             for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))

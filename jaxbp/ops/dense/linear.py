@@ -103,7 +103,9 @@ def linear_backward(
 def _check_shapes(op, x, w, b):
     checks.shape(op, "w", w, "out_features", "in_features")
     if x.ndim == 0 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the in_features of w {w.shape}")
+        hint = ". If w is (in_features, out_features), pass w.T" if x.shape[-1:] == w.shape[:1] else ""
+        wanted = f"(..., {w.shape[1]}), the in_features of w {w.shape}{hint}"
+        raise ValueError(f"{op}: x has shape {x.shape}; wants {wanted}")
     if b is not None:
         checks.shape(op, "b", b, w.shape[0])
 

@@ -295,7 +295,11 @@ def _check(op, logits, labels, axis, where, label_smoothing, z_loss, **dy):
     logits, *others = checks.floating(op, logits=logits, **dy, **weights)
     given = logits.shape
     if not is_class and labels.shape != given:
-        shape = checks.broadcast(op, logits=logits, labels=labels)
+        try:
+            shape = checks.broadcast(op, logits=logits, labels=labels)
+        except ValueError as error:
+            hint = ". Classes are integers, say labels.astype(jnp.int32)" if labels.ndim < len(given) else ""
+            raise ValueError(f"{error}{hint}") from None
         logits, others[-1] = jnp.broadcast_to(logits, shape), jnp.broadcast_to(others[-1], shape)
     shape, axes = logits.shape, checks.axes(op, axis, logits.ndim)
     if not axes or math.prod(shape[i] for i in axes) == 0:

@@ -138,6 +138,11 @@ SHAPES = {
         "conv2d_relu_max_pool2d_backward: indices has shape (1, 3, 2, 3); wants (2, 4, 1, 2)",
     ),
     "in_features": (linear(x=(2, 4)), "linear: x has shape (2, 4); wants (..., 5), the in_features of w (3, 5)"),
+    "weights of Flax": (
+        linear(w=(5, 3)),
+        "linear: x has shape (2, 5); wants (..., 3), the in_features of w (5, 3). If w is (in_features, out_features), "
+        "pass w.T",
+    ),
     "scalar to linear": (linear(x=()), "linear: x has shape (); wants (..., 5), the in_features of w (3, 5)"),
     "a vector of weights": (linear(w=(5,)), "linear: w has shape (5,); wants (out_features, in_features)"),
     "bias of linear": (linear(b=(5,)), "linear: b has shape (5,); wants (3,)"),
@@ -175,7 +180,8 @@ SHAPES = {
     ),
     "weights of classes": (
         cross_entropy(zeros(2, 3), zeros(2)),
-        "softmax_cross_entropy: logits has shape (2, 3) and labels has shape (2,); wants shapes that broadcast",
+        "softmax_cross_entropy: logits has shape (2, 3) and labels has shape (2,); wants shapes that broadcast. "
+        "Classes are integers, say labels.astype(jnp.int32)",
     ),
     "no class": (
         cross_entropy(zeros(2, 0), zeros(2, dtype="int32")),

@@ -838,6 +838,37 @@ def test_second_derivatives_work_under_checkpoint():
     assert_close(jax.jit(jax.jacrev(jax.grad(layer)))(X), jnp.diag(jnp.exp(X)), "float32")
 
 
+SAVES = {
+    "no pair": (lambda x: jnp.tanh(x), r"save returns an array; wants \(y, saved\)"),
+    "no tuple": (lambda x: (jnp.tanh(x), x), r"save returns \(an array, an array\); wants .* such as \(y, \(x,\)\)"),
+}
+
+
+@pytest.mark.parametrize(("save", "message"), SAVES.values(), ids=SAVES)
+def test_a_save_that_returns_no_tuple_of_residuals_is_refused(save, message):
+    pair = Pair(jnp.tanh, {"xla": lambda dy, x: dy}, save=save)
+    for call in (jax.grad(lambda x: pair(x).sum()), lambda x: pair.vjp(x, x)):
+        with pytest.raises(TypeError, match=f"^tanh: {message}"):
+            call(jnp.ones(2))
+
+
+NO_FUNCTIONS = {
+    "forward": (lambda: Pair(3, {}), "Pair: forward is 3; wants a function"),
+    "backward": (lambda: Pair(jnp.tanh, {"xla": 3}), "tanh_backward: the implementation 'xla' is 3; wants a function"),
+    "default": (
+        lambda: Pair(jnp.tanh, {}, default="xla"),
+        "tanh: default is 'xla'; wants a jaxbp.DefaultImplementation",
+    ),
+    "no return": (lambda: jax.grad(Pair(jnp.tanh, {"xla": lambda dy, x: None}))(X[0]), "tanh_backward: returns None; "),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NO_FUNCTIONS.values(), ids=NO_FUNCTIONS)
+def test_what_is_no_function_is_refused(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
 def test_a_backward_of_a_result_that_is_not_saved_names_save():
     exponential = Pair(jnp.exp, {"xla": lambda dy, x, y: dy * y}, name="exponential")
     message = r"^exponential_backward: does not take dy and 1 saved arrays \(missing .*'y'\); wants `save=` in `Pair`"

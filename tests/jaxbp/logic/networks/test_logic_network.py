@@ -48,6 +48,13 @@ def test_a_tau_that_is_no_divisor_is_refused():
             LogicNetwork(8, [12, 10], 5, tau=tau, rngs=nnx.Rngs(0))
 
 
+def test_widths_are_checked():
+    with pytest.raises(TypeError, match="LogicNetwork: widths is 12; wants a list with the number of gates in each"):
+        LogicNetwork(8, 12, 5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="LogicNetwork: widths ends with 12; wants a multiple of the 5 classes"):
+        LogicNetwork(8, [10, 12], 5, rngs=nnx.Rngs(0))
+
+
 def test_a_layer_is_the_op_with_its_parameters():
     wires = Wires.random(5, 6, seed=0)
     layer = LogicLayer(wires, initialization="normal", rngs=nnx.Rngs(0))
