@@ -262,7 +262,7 @@ def _check_is_run(path: Path) -> None:
         wanted = "the directory of a run"
         if LOCK in names:  # a process ended in checkpoint 0
             wanted += ", or the command without --resume, which begins this one again"
-        raise UserError(f"run_dir is {path}, which holds no run to resume; wants {wanted}")
+        raise UserError(f"run_dir is {path}, which holds no run; wants {wanted}")
 
 
 def _files(path: Path) -> list[Path]:

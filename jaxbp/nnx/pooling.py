@@ -56,6 +56,9 @@ def avg_pool(
 
 def _pool(op, twin, inputs, window_shape, strides, padding, implementation, **options) -> Array:
     name = twin.__name__
+    for argument, sizes in (("window_shape", window_shape), ("strides", strides or ())):
+        if not isinstance(sizes, Sequence):
+            raise TypeError(f"{name}: {argument} is {sizes!r}; wants a tuple with one int per spatial axis")
     x, window = checks.array(name, "inputs", inputs), tuple(window_shape)
     axes = len(window)
     if falls_back(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):

@@ -236,6 +236,9 @@ def differentiable(
     kernel on a part of the examples.
     """
 
+    for name, function in (("kernel", kernel), ("formula", formula)):
+        checks.function("differentiable", name, function)
+
     @remembered
     def bind(options):
         kernel_, formula_ = (functools.partial(f, **options.values) for f in (kernel, formula))

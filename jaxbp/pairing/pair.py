@@ -148,7 +148,10 @@ class Pair(Op[P, R]):
         call = jax.custom_vjp(lambda *arrays: mapped_axis_first(forward(*arrays))[0])
 
         def save_with_kinds(*arrays):
-            y, saved = mapped_axis_first(*_named(name, arrays, *_saved(name, save(*arrays))))
+            y, saved = _saved(name, save(*arrays))
+            if self._has_aux and not isinstance(y, tuple):
+                raise TypeError(f"{name}: returns a result that is no tuple; wants (y, *aux), because has_aux is True")
+            y, saved = mapped_axis_first(*_named(name, arrays, y, saved))
             return y, (saved, _Kinds.of(arrays))
 
         def gradients(saved, dy):
@@ -195,9 +198,11 @@ def _kernels_differentiable(
 def _called(name, backward, dy, saved):
     try:
         return backward(dy, *saved)
-    except TypeError:
+    except TypeError as raised:
         try:
             inspect.signature(backward).bind(dy, *saved)
+        except ValueError:  # the backward does not take an option
+            raise TypeError(f"{name}: {raised}; wants a backward with the options of the forward") from None
         except TypeError as error:
             raise TypeError(
                 f"{name}: does not take dy and {len(saved)} saved arrays ({error}); wants `save=` in `Pair`, which "

@@ -290,12 +290,14 @@ def checkpointed_scan(
         "logarithmic"  before about log2(T) of the steps  about 2 log2(T) c               about log2(T) / 2 times
 
     Raises:
+      TypeError: f is not a function.
       ValueError: the policy is unknown; xs has an array without axes; or xs and length do not determine one number of
         steps.
 
     Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
     """
     op = "checkpointed_scan"
+    checks.function(op, "f", f)
     check_memory(op, memory)
     if any(np.ndim(a) == 0 for a in jax.tree.leaves(xs)):
         raise ValueError(f"{op}: xs has an array of shape (); wants arrays whose first axis counts the steps")

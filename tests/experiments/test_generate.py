@@ -13,7 +13,7 @@ def test_it_continues_the_prompt_of_a_run(gpt_run, capsys):
 
 
 MISTAKES = {
-    "no run": (["nowhere"], "nowhere, which holds no run to resume"),
+    "no run": (["nowhere"], "nowhere, which holds no run"),
     "length": (["RUN", "--length", "13", "--prompt", "defg"], "length is 13; wants at most 12"),
     "prompt": (["RUN", "--prompt", "d" * 16], "the prompt has 16 bytes; wants fewer than 16"),
     "zero byte": (["RUN", "--prompt", "\0"], "wants a text without zero bytes"),

@@ -288,7 +288,7 @@ def test_a_run_resumes_with_its_own_settings_alone(args, message, run, capsys, m
 def test_a_directory_mistyped_is_not_trained_in(run, tmp_path, capsys):
     assert run("toy", "--resume") == run("--resume") == 2
     assert capsys.readouterr().err == 2 * (
-        f"error: run_dir is {tmp_path / 'run'}, which holds no run to resume; wants the directory of a run\n"
+        f"error: run_dir is {tmp_path / 'run'}, which holds no run; wants the directory of a run\n"
     )
     assert not (tmp_path / "run").exists()
 

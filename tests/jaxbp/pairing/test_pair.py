@@ -859,6 +859,15 @@ NO_FUNCTIONS = {
         lambda: Pair(jnp.tanh, {}, default="xla"),
         "tanh: default is 'xla'; wants a jaxbp.DefaultImplementation",
     ),
+    "option": (
+        lambda: jax.grad(Pair(lambda x, *, a: a * x, {"xla": lambda dy, x: dy}, name="scale"))(X[0], a=2.0),
+        ".*got an unexpected keyword argument 'a'; wants a backward with the options of the forward",
+    ),
+    "aux": (
+        lambda: jax.grad(Pair(jnp.tanh, {"xla": lambda dy, x: dy}, has_aux=True))(X[0]),
+        r"tanh: returns a result that is no tuple; wants \(y, \*aux\), because has_aux is True",
+    ),
+    "formula": (lambda: jaxbp.differentiable(jnp.tanh, 3), "differentiable: formula is 3; wants a function"),
     "no return": (lambda: jax.grad(Pair(jnp.tanh, {"xla": lambda dy, x: None}))(X[0]), "tanh_backward: returns None; "),
 }
 

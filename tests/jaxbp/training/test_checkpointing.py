@@ -151,6 +151,8 @@ def test_64_layers_need_the_memory_that_is_documented(memory, states):
 
 
 def test_layers_that_are_none_are_named():
+    with pytest.raises(TypeError, match="checkpointed_scan: f is 3; wants a function"):
+        jaxbp.checkpointed_scan(3, 0.0, jnp.ones(2))
     with pytest.raises(TypeError, match="checkpointed: layers is 3; wants a list of functions"):
         jaxbp.checkpointed(3)
     with pytest.raises(ValueError, match="checkpointed: layers is empty"):
