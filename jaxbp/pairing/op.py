@@ -108,7 +108,7 @@ class Op(Generic[P, R]):
         for key, function in implementations.items():
             checks.function(name, f"the implementation {key!r}", function)
         if not (default is None or callable(default) or isinstance(default, DefaultImplementation)):
-            raise TypeError(f"{name}: default is {default!r}; wants a jaxbp.DefaultImplementation, say gpu={default!r}")
+            raise TypeError(f"{name}: default is {default!r}; wants a jaxbp.DefaultImplementation")
         made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
         self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name

@@ -168,8 +168,10 @@ class Pair(Op[P, R]):
 
     def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
         save, backward = self._rules[implementation]
-        save_alone = self._residuals or (lambda *arrays, **options: _saved(self.name, save(*arrays, **options))[1])
-        saved = save_alone(*arrays, **options)
+        if self._residuals:
+            saved = self._residuals(*arrays, **options)
+        else:
+            _, saved = _saved(self.name, save(*arrays, **options))
         found = _called(self.backward.name, functools.partial(backward, **options), dy, saved)
         return found if self._linear else of_floating(self._checked(_Kinds.of(arrays), found), arrays)
 
