@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common.numerics import upcast
+from jaxbp.logic.ops._rows import take
 from jaxbp.logic.ops.gate_layer import gradients_of_rows, mixed
 from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
@@ -58,14 +59,14 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
     for c, wires in zip(perceiving, automaton.perception, strict=True):
         read[0].append(rows)
-        rows = mixed(c, rows[wires.a], rows[wires.b])
+        rows = mixed(c, take(rows, wires.a), take(rows, wires.b))
     cells = math.prod(state.shape[1:])
     C, K, bits = automaton.channels, automaton.kernels, automaton.bits
     perceived = jnp.moveaxis(rows.reshape(bits, K, C, cells), 2, 0)
     rows = jnp.concatenate([seen[CENTER].reshape(C, cells), perceived.reshape(C * bits * K, cells)])
     for c, wires in zip(updating, automaton.update, strict=True):
         read[1].append(rows)
-        rows = mixed(c, rows[wires.a], rows[wires.b])
+        rows = mixed(c, take(rows, wires.a), take(rows, wires.b))
     new = in_range(rows.reshape(state.shape)).astype(state.dtype)
     return new if fires is None else jnp.where(fires, new, state), read
 

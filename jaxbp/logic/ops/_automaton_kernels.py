@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxbp.logic.ops import _automaton_formula as formula
+from jaxbp.logic.ops._rows import take
 from jaxbp.logic.wires.automaton_wires import CENTER, Automaton, perceived_rows
 from jaxbp.logic.wires.wires import Wires
 from jaxbp.pairing import differentiable
@@ -69,6 +70,8 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
     return kernels.tick_backward.unsupported(sizes=sizes_of(automaton, state.shape))
 
 
+# The forward and the backward prepare the same arrays, and JAX traces this function once for both.
+@functools.partial(jax.jit, static_argnums=2, inline=True)
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
     sizes = sizes_of(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
@@ -172,20 +175,20 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    C, K = automaton.channels, automaton.kernels
+    C, K, orders = automaton.channels, automaton.kernels, automaton.orders
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTER * C + np.arange(C), perceived]), jnp.int32)
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
-        reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
+        reads, j = (wires.a, wires.b), i - len(automaton.perception)
         if i == 0:  # the gate of a (kernel, channel) reads this channel at two of the nine positions
-            rows = (reads[:, :, None] * C + np.arange(C)[None, None]).repeat(K, axis=1)
+            rows = (jnp.stack(reads)[:, :, None] * C + np.arange(C)[None, None]).repeat(K, axis=1)
         elif j < 0:
             of_kernels = np.arange(K)[:, None] * C + np.arange(C)[None]
-            rows = layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels[None, None]
+            rows = layers[i - 1].first + jnp.stack(reads)[..., None, None] * (K * C) + of_kernels[None, None]
         else:
-            rows = inputs[reads[:, automaton.orders[j][_GATES]]]
-            inputs = layer.first + automaton.orders[j][_LANES]
+            rows = jnp.stack([take(inputs, take(read, orders[j][_GATES])) for read in reads])
+            inputs = layer.first + orders[j][_LANES]
         parts.append(jnp.pad(rows.reshape(2, -1), [(0, 0), (0, layer.lanes - layer.count)]))
     a, b = jnp.concatenate(parts, axis=1).astype(jnp.int32)
     return _packed(a, b)
@@ -212,7 +215,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Sizes) -> Array:
     def of_update(j):
         i = len(perception) + j
         gate, role = _consumers(automaton.update[j])
-        lane = orders[j][_LANES][gate]
+        lane = take(orders[j][_LANES], gate)
         return jnp.where(gate < 0, nobody, rows.firsts[i] + role * sizes.layers[i].lanes + lane)
 
     def filled(table, lanes):
@@ -255,5 +258,5 @@ def _consumers(wires: Wires) -> tuple[Array, Array]:
     `(max_fan_out, inputs)`."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
-    consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]
-    return jnp.where(turns < end[None], consumer // 2, -1), consumer % 2
+    consumer = take(wires.consumers, jnp.minimum(turns, wires.consumers.size - 1))
+    return jnp.where(turns < end[None], consumer >> 1, -1), consumer & 1

@@ -20,6 +20,12 @@ _LARGEST_PRODUCT = 2**14
 """Up to this number of elements, a product with a 0-1 matrix `(inputs, consumers)` sums over consumers."""
 
 
+@functools.partial(jax.jit, inline=True)
+def take(a: Array, indices: Array) -> Array:
+    """Return `a[indices]`. JAX traces the checks of indices once for all arrays of the same shapes."""
+    return a[indices]
+
+
 def few_have_most(inputs: int, consumers: int, max_fan_out: int) -> bool:
     """Return whether a few inputs have most of the consumers."""
     return max_fan_out > _MOST_TURNS or max_fan_out * inputs > 2 * consumers + inputs

@@ -34,6 +34,7 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
     sums,
     sums_over_examples,
+    take,
 )
 from jaxbp.logic.ops.wire_layer import wire_layer
 from jaxbp.logic.wires.learned_wires import LearnedWires
@@ -71,7 +72,7 @@ def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array)
     along the axis read the same rows.
     """
     rows = barriers.on_cpu(rows)
-    dc = jnp.stack(sums_over_examples(_terms, dy, rows[wires.a], rows[wires.b]))
+    dc = jnp.stack(sums_over_examples(_terms, dy, take(rows, wires.a), take(rows, wires.b)))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
     if shared:  # The terms of circuits that read the same rows are summed first.
         dy = [jnp.expand_dims(d, shared) for d in sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
@@ -80,10 +81,10 @@ def gradients_of_rows(dy: Array, coefficients: Array, wires: Wires, rows: Array)
         slopes, curve = _interleaved(coefficients[1:3])[..., None], coefficients[3][..., None]
 
     def of_consumers(places):
-        consumer = wires.consumers[places]
-        gate = consumer // 2
-        slope = slopes[consumer] + curve[gate] * rows[wires.partners[places]]
-        return slope if shared else dy[gate] * slope
+        consumer = take(wires.consumers, places)
+        gate = consumer >> 1
+        slope = take(slopes, consumer) + take(curve, gate) * take(rows, take(wires.partners, places))
+        return slope if shared else take(dy, gate) * slope
 
     return dc, barriers.on_cpu(sum_over_consumers(of_consumers, wires.offsets[::2], 2 * wires.gates, wires.max_fan_out))
 
