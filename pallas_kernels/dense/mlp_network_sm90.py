@@ -84,6 +84,8 @@ def stream(products: Products, weights: Any, stages: Any, loaded: Any) -> tuple[
     `stages` in shared memory. Each copy signals a barrier of `loaded`.
 
     `multiply(operand)` returns `operand @ w.T`, for `operand` in shared memory and the weights w of the next product.
+    If the product has more inputs than `operand`, w consists of several matrices, side by side, and `multiply(operand,
+    use)` calls `use(i, operand @ w[i].T)` for each matrix.
     """
     ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in products))
     slices = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
@@ -106,30 +108,37 @@ def stream(products: Products, weights: Any, stages: Any, loaded: Any) -> tuple[
     def ring(fetched):
         return Ring(count, functools.partial(copy, fetched), loaded)
 
-    def multiply(operand):
+    def multiply(operand, use=None):
         steps, (_, outputs) = next(remaining)
         # While a slice is multiplied, the previous slice's stage is filled, if there is one.
-        ahead = count - 1
+        ahead, of_matrix = count - 1, operand.shape[1] // SLICE
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, ends[-1]))
         slices_ring = ring(fetched)
 
-        def add_slices(sums):
-            def add_slice(k, _):
-                step = steps.start + k
-                slices_ring.wait(step)
-                slice_weights = stages.at[slices_ring.stage(step), pl.ds(0, outputs)]
-                plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], slice_weights.transpose((1, 0)))
-                if fetched:
-                    # Every warp has now multiplied the previous slice.
-                    plgpu.wgmma_wait(1)
-                    plgpu.commit_smem()
-                    slices_ring.fetch(step + ahead)
+        def product(first):
+            def add_slices(sums):
+                def add_slice(k, _):
+                    step = first + k
+                    slices_ring.wait(step)
+                    slice_weights = stages.at[slices_ring.stage(step), pl.ds(0, outputs)]
+                    plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], slice_weights.transpose((1, 0)))
+                    if fetched:
+                        # Every warp has now multiplied the previous slice.
+                        plgpu.wgmma_wait(1)
+                        plgpu.commit_smem()
+                        slices_ring.fetch(step + ahead)
 
-            lax.fori_loop(0, len(steps), add_slice, None)
-            plgpu.wgmma_wait(0)
-            return sums[...]
+                lax.fori_loop(0, of_matrix, add_slice, None)
+                plgpu.wgmma_wait(0)
+                return sums[...]
 
-        return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))
+            return pl.run_scoped(add_slices, plgpu.ACC((EXAMPLES, outputs)))
+
+        if use is None:
+            return product(steps.start)
+        # A loop compiles the code of one product.
+        matrices = len(steps) // of_matrix
+        lax.fori_loop(0, matrices, lambda i, _: use(i, product(steps.start + i * of_matrix)), None)
 
     return lambda: ring(range(ends[-1])).prefetch(min(count, ends[-1])), multiply
 

@@ -36,7 +36,7 @@ from pallas_kernels.dense.mlp_network_sm90 import (
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
+"""Maximum columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 
 
 def _forward_products(widths: tuple[int, ...]) -> tuple[Products, tuple[int, ...]]:
@@ -51,8 +51,12 @@ def _backward_products(widths: tuple[int, ...]) -> tuple[Products, tuple[int, ..
 
 def _all_products(widths: tuple[int, ...]) -> tuple[Products, tuple[int, ...]]:
     (forward, _), (backward, _) = _forward_products(widths), _backward_products(widths)
-    pieces = (min(_PIECE_COLUMNS, widths[0] - n) for n in range(0, widths[0], _PIECE_COLUMNS))
-    return [*forward, *backward[:-1], *((widths[1], n) for n in pieces)], widths
+    columns = _piece_columns(widths[0])
+    return [*forward, *backward[:-1], (widths[0] // columns * widths[1], columns)], widths
+
+
+def _piece_columns(width: int) -> int:
+    return SLICE * largest_divisor(width // SLICE, _PIECE_COLUMNS // SLICE)
 
 
 def _plan(products: Callable, dtype: Any, N: int, weights: tuple[Any, ...]) -> Config | str:
@@ -106,10 +110,11 @@ def _forward(x, labels, weights, biases, config, *, with_gradients):
     sizes, layers, N = layer_sizes(weights), len(weights), x.shape[1]
     widths = row_widths(sizes)
     products, row_operands = (_all_products if with_gradients else _forward_products)(widths)
-    matrices, pieces = list(weights), range(0, widths[0], _PIECE_COLUMNS)
+    matrices, piece_columns = list(weights), _piece_columns(widths[0])
     if with_gradients:
-        matrices += [w.T for w in reversed(weights[1:])]
-        matrices += [weights[0].T[n : n + _PIECE_COLUMNS] for n in pieces]
+        w = jnp.pad(weights[0].T, [(0, width - n) for width, n in zip(widths[:2], sizes[:2], strict=True)])
+        pieces = w.reshape(-1, piece_columns, widths[1]).swapaxes(0, 1).reshape(piece_columns, -1)
+        matrices += [*(w.T for w in reversed(weights[1:])), pieces]
     packed = pack(matrices, products, biases, widths[1:])
 
     def body(x, labels, weights, biases, loss, logits, hidden, gradients, dx, stages, loaded, operands, *, block):
@@ -127,8 +132,8 @@ def _forward(x, labels, weights, biases, config, *, with_gradients):
             z += lax.broadcast_in_dim(bias, z.shape, [1])
             first_bias += width
             if ref is not None:
-                h = _mask_padding(jnp.maximum(z, 0.0), sizes[layer + 1], one=True)
-                _put(rounded_to_tf32(h), operands[layer + 1], ref.at[examples], bulk=with_gradients)
+                h = jnp.maximum(z, 0.0)
+                _put(h, sizes[layer + 1], operands[layer + 1], ref.at[examples], bulk=with_gradients, one=True)
         store(logits.at[examples], z)
         softmax_loss, softmax_gradient = _softmax(z, labels, sizes[-1])
         rows_loss = softmax_loss()
@@ -144,12 +149,10 @@ def _forward(x, labels, weights, biases, config, *, with_gradients):
                 gradient = jnp.where(load(operand, plgpu.Layout.WGMMA, optimized=False) > 0, gradient, 0.0)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.commit_smem()
-            gradient = _mask_padding(gradient, sizes[layer + 1])
-            _put(rounded_to_tf32(gradient), operand, gradients[i].at[examples], bulk=True)
+            _put(gradient, sizes[layer + 1], operand, gradients[i].at[examples], bulk=True)
             if layer:
                 gradient = multiply(operand)
-        for n in pieces:
-            _store_columns(multiply(operands[1]), dx, examples, n)
+        multiply(operands[1], lambda i, rows: _store_columns(rows, dx, examples, i * piece_columns))
         plgpu.wait_smem_to_gmem(0)
 
     return launch(
@@ -202,8 +205,7 @@ def backward(
         dy = jnp.where(_are_valid(labels, sizes[-1]) | (dy == 0), dy, jnp.nan)
         gradient = spread(dy, z) * _softmax(z, labels, sizes[-1])[1]()
         for i, layer in enumerate(reversed(range(len(operands)))):
-            gradient = _mask_padding(gradient, sizes[layer + 1])
-            _put(rounded_to_tf32(gradient), operands[layer], gradients[i].at[examples], bulk=False)
+            _put(gradient, sizes[layer + 1], operands[layer], gradients[i].at[examples], bulk=False)
             # These loads run during the product.
             h = read(hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
             if i < len(products):
@@ -247,15 +249,24 @@ def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
     plgpu.commit_smem()
 
 
-def _put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store `rows` to `operand` in shared memory, and to `ref` in device memory. With `bulk`, the TMA copy to `ref` may
-    still run on return."""
-    operand[...] = rows
+def _put(rows: Array, outputs: int, operand: Any, ref: Any, *, bulk: bool, one: bool = False) -> None:
+    """Store `rows`, rounded to TF32, to `operand` in shared memory, and to `ref` in device memory. Columns from
+    `outputs` on become 0, because padding that has become NaN would reach the next layer. With `one`, column `outputs`
+    becomes 1, for the next layer's db. With `bulk`, the TMA copy to `ref` may still run on return."""
+    width = rows.shape[1]
+    # Only the last columns have padding. Masks of all columns would compile slowly.
+    for first, stop in ((0, width - SLICE), (width - SLICE, width)):
+        if first == stop:
+            continue
+        part, columns = rounded_to_tf32(rows[:, first:stop]), pl.ds(first, stop - first)
+        if stop == width:
+            part = _mask_padding(part, outputs - first, one=one)
+        operand[:, columns] = part
+        if not bulk:
+            store(ref.at[:, columns], part)
     plgpu.commit_smem()
     if bulk:
         plgpu.copy_smem_to_gmem(operand, ref)
-    else:
-        store(ref, rows)
 
 
 def _store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
@@ -264,9 +275,7 @@ def _store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> 
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
 
 
-def _mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
-    """Return `rows` with 0 in all columns from `count` on. Otherwise, this padding could become NaN, and reach the next
-    layer. With `one`, column `count` is 1, for the next layer's db."""
+def _mask_padding(rows: Array, count: int, *, one: bool) -> Array:
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
