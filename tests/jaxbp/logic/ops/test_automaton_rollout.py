@@ -9,6 +9,7 @@ from helpers import assert_close, in_float64, on_the_cpu, put
 import jaxbp
 from experiments.bench.peers.published_automaton import tick as published_tick
 from jaxbp.logic.gates import PARAMETERS, PASS_THROUGH
+from jaxbp.logic.ops import _automaton_kernels
 from jaxbp.training.checkpointing import check_steps
 
 KEY = jax.random.key(7)
@@ -105,6 +106,20 @@ def test_implementations_agree(implementation):
     found = gradients_of_rollout(2, key=KEY, fire_rate=0.7, implementation=implementation)
     last, want = gradients_of_formula()
     assert_close(found, (last, want, want), "float32")
+
+
+def test_the_forward_and_the_backward_trace_the_preparation_for_the_kernels_once(monkeypatch):
+    calls = []
+    rows = _automaton_kernels.perceived_rows
+    monkeypatch.setattr(_automaton_kernels, "perceived_rows", lambda *sizes: calls.append(sizes) or rows(*sizes))
+    # No other test has this shape, so JAX has not traced it before.
+    arrays = operands(automaton(), (5, 1, 3))
+
+    def rollout(logits, state):
+        return jaxbp.automaton_rollout(logits, automaton(), state, steps=1, implementation="pallas")
+
+    jax.eval_shape(functools.partial(gradients, rollout), *arrays)
+    assert len(calls) == 2  # one per kernel
 
 
 def test_a_step_is_a_rollout_of_one():
