@@ -70,7 +70,7 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
     return kernels.tick_backward.unsupported(sizes=sizes_of(automaton, state.shape))
 
 
-# The forward and the backward prepare the same arrays, and JAX traces this function once for both.
+# The forward and the backward prepare the same arrays. From JAX 0.12 on, JAX traces this function once for both.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
     sizes = sizes_of(automaton, shape)
