@@ -31,10 +31,11 @@ FLAX = "autodiff, Flax and cuDNN"
 
 def causal_share(sizes: Mapping[str, Any], length: int) -> float:
     """Return the share of the operations of all matrix products that is left without the masked pairs of attention."""
-    model = nnx.eval_shape(lambda: GPT(**sizes, rngs=nnx.Rngs(0)))
-    parameters = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    weights = sum(a.size for path, a in parameters if a.ndim == 2 and "position_embed" not in path)
-    scores = sizes["num_layers"] * sizes["features"] * length
+    model = nnx.eval_shape(lambda: GPT(**sizes | {"num_layers": 1}, rngs=nnx.Rngs(0)))
+    parameters, layers = nnx.to_flat_state(nnx.state(model, nnx.Param)), sizes["num_layers"]
+    matrices = [(path, a.size) for path, a in parameters if a.ndim == 2 and "position_embed" not in path]
+    weights = sum(size * (layers if "blocks" in path else 1) for path, size in matrices)
+    scores = layers * sizes["features"] * length
     # Per token, each weight and each pair of a query and a key need three products: one in the forward, two in the
     # backward. A pair needs two: with the key and with the value.
     return (weights + scores * (length + 1) / length) / (weights + 2 * scores)
