@@ -9,7 +9,7 @@ from jaxbp.estimators.training import program
 
 @pytest.mark.parametrize("estimator", [LogicClassifier, LogicRegressor])
 def test_scikit_learns_checks_pass_with_default_settings_and_share_programs(estimator, monkeypatch):
-    monkeypatch.setattr(base, "LEAST_STEPS", 40)  # enough for every check
+    monkeypatch.setattr(base, "LEAST_STEPS", 20)  # enough for every check
     program.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
