@@ -70,9 +70,9 @@ def test_a_checkerboard_is_right_if_it_still_is_as_many_ticks_later(tiny_automat
 def test_noise_is_of_training_alone_and_follows_from_the_seeds(tiny_automaton):
     config = tiny_automaton(noise=0.5, pass_through=2.0)
     model, loss = config.build(jax.random.key(0))
-    noisy, again, other = (float(loss(model, examples(s, 7), None)[0][1]) for s in (5, 5, 6))
+    train, hard = nnx.jit(loss), nnx.jit(config.evaluation(loss))
+    noisy, again, other = (float(train(model, examples(s, 7), None)[0][1]) for s in (5, 5, 6))
     assert noisy == again != other
-    hard = config.evaluation(loss)
     assert hard(model, examples(5, 7), None)[0][1] == hard(model, examples(6, 7), None)[0][1]
 
 
@@ -95,14 +95,14 @@ def test_values_are_rounded_before_a_tick_with_their_own_gradients_from_the_firs
             state = jaxbp.automaton_step(logits, automaton, state, implementation="xla")
         return jnp.sum((state[..., :1] - config.pattern()) ** 2)
 
-    value, gradients = nnx.value_and_grad(lambda m: loss(m, examples(3), None)[0][0])(model)
-    wanted, wanted_gradients = jax.value_and_grad(definition)(model.logits)
+    value, gradients = nnx.jit(nnx.value_and_grad(lambda m: loss(m, examples(3), None)[0][0]))(model)
+    wanted, wanted_gradients = jax.jit(jax.value_and_grad(definition))(model.logits)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     got = [jax.tree.leaves(gradients["perception"]), jax.tree.leaves(gradients["update"])]
     for ours, theirs in zip([*got[0], *got[1]], jax.tree.leaves(wanted_gradients), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    relaxed = dataclasses.replace(config, rounded_share=0.0).build(jax.random.key(0))[1](model, examples(3), None)
-    assert abs(relaxed[0][0] - value) > 0.1
+    _, relaxed_loss = dataclasses.replace(config, rounded_share=0.0).build(jax.random.key(0))
+    assert abs(nnx.jit(relaxed_loss)(model, examples(3), None)[0][0] - value) > 0.1
 
 
 def test_training_on_a_smaller_grid_has_fewer_ticks_and_its_own_target(tiny_automaton, monkeypatch):

@@ -136,14 +136,20 @@ def test_groups_are_sums_of_neighboring_gates(implementation, dtype):
     def summed(logits, x):
         return jaxbp.group_sum(jaxbp.gate_layer(logits, SHARED, x, **options).astype("float32"), 3)
 
-    y, vjp = jax.vjp(summed, logits, x)
-    dy = dy.astype("float32")
-    of_groups = functools.partial(jaxbp.gate_layer, wires=SHARED, groups=3, **options)
-    results, vjp_of_groups = jax.vjp(lambda logits, x: of_groups(logits, x=x), logits, x)
+    def of_groups(logits, x):
+        return jaxbp.gate_layer(logits, SHARED, x, groups=3, **options)
+
+    @jax.jit
+    def run(dy, logits, x):
+        of_functions = [jax.vjp(function, logits, x) for function in (summed, of_groups)]
+        backward = jaxbp.gate_layer_backward(dy, logits, SHARED, x, groups=3, **options)
+        return [(y, vjp(dy)) for y, vjp in of_functions], backward
+
+    ((y, gradients), (results, gradients_of_groups)), backward = run(dy.astype("float32"), logits, x)
     assert results.dtype == "float32"
     assert_close(results, y, dtype)
-    assert_close(vjp_of_groups(dy), vjp(dy), dtype)
-    assert_close(jaxbp.gate_layer_backward(dy, logits, SHARED, x, groups=3, **options), vjp(dy), dtype)
+    assert_close(gradients_of_groups, gradients, dtype)
+    assert_close(backward, gradients, dtype)
 
 
 @pytest.mark.parametrize("groups", [0, 4, True, 2.0])
