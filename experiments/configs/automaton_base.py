@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 import jaxbp
 from experiments.configs import automaton_first_gates as first_gates
+from experiments.configs import automaton_repair
 from experiments.configs.base import Loss, Range, Recipe, TrainingConfig
 from experiments.configs.images import ImplementationName
 from experiments.data.datasets import Dataset
@@ -37,14 +38,20 @@ PUBLISHED: Settings = dict(
     first_gates="a",
     shrink=1,
     restart_after=0,
+    search_steps=0,
     target_accuracy=None,
 )
 HARD_GATES: Settings = PUBLISHED | dict(
     pass_through=5.0, weight_decay=0.0, hard_share=1.0, hard_from=0.15, target_accuracy=1.0
 )
-ROUNDED_STATES: Settings = HARD_GATES | dict(hard_share=0.0, rounded_share=0.1)
-RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
+ROUNDED_STATES: Settings = HARD_GATES | dict(hard_share=0.0, rounded_share=0.1, weight_decay=0.02)
+PATTERNS: Settings = ROUNDED_STATES | dict(
+    learning_rate=0.2, pass_through=10.0, first_gates="drawn", restart_after=1000, search_steps=2000
+)
+SEARCHED, MOST_SEARCHED = 2**30, 4
+"""The seed of the first initial state for which the local search repairs an automaton, and the most such states."""
+MOST_WRONG = 0.05
+"""The largest share of wrong values with which the local search begins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +109,14 @@ class AutomatonConfig(TrainingConfig):
     """Final weight of a penalty on gates that are not almost hard."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
     """Share of the updates before `hard_share` and `certainty` grow linearly from 0."""
-    first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
+    first_gates: Literal["a", "drawn", "separating"] | None = None
     """Input, a or b, that each gate initially passes on: see docs/automata.md."""
     shrink: Annotated[int | None, Range(1)] = None
     """Divisor of the grid's sides and of the number of ticks, in training only."""
     restart_after: Annotated[int | None, Range()] = None
     """Updates after which training restarts with new parameters. 0: never."""
+    search_steps: Annotated[int | None, Range()] = None
+    """Steps of the local search that repairs the hard automaton at the end of each attempt. 0: no search."""
     noise: Annotated[float, Range()] = 0.0
     """Scale of the Gumbel noise that each loss adds to the parameters."""
     parametrization: Parametrization = "softmax"
@@ -119,12 +128,12 @@ class AutomatonConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        reasons = {
-            "returning": self.channels == 1 and "an automaton with one channel cannot return to its state",
-            "separating": self.trials != 1 and "this automaton has more than one initial state",
-        }
-        reason = reasons.get(self.first_gates)
-        self._check("first_gates", not reason, f"another value, because {reason}")
+        self._check(
+            "first_gates",
+            self.first_gates != "separating" or self.trials == 1,
+            "another value, because this automaton has more than one initial state",
+        )
+        self._check("search_steps", not self.search_steps or self.fire_rate == 1, "0, because cells update at random")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
 
@@ -167,6 +176,27 @@ class AutomatonConfig(TrainingConfig):
 
     def evaluation(self, loss: Loss) -> Loss:
         return self._evaluation_loss
+
+    def repaired(self, model, params, epoch):
+        is_last = epoch == self.epochs or self.attempt(epoch + 1) != self.attempt(epoch)
+        if not self.search_steps or not is_last:
+            return params
+        graph, _, constants = nnx.split(model, nnx.Param, ...)
+        model = nnx.clone(nnx.merge(graph, params, constants))
+        functions = jax.tree.map(lambda layer: gates.harden(layer, self.parametrization), model.logits)
+        starts = self.starts(SEARCHED + jnp.arange(min(self.trials, MOST_SEARCHED), dtype=jnp.uint32))
+        targets = jnp.broadcast_to(self.targets(starts), (*starts.shape[:-1], self.visible))
+        key = jax.random.fold_in(jax.random.key(self.seed), epoch)
+        options = dict(ticks=self.steps, steps=self.search_steps, most=int(MOST_WRONG * targets.size))
+        found, before, after = automaton_repair.repaired(
+            functions, model.automaton.get_value(), starts, targets, key, **options
+        )
+        if after >= before:
+            return params
+        for layers, numbers in zip((model.perception, model.update), found, strict=True):
+            for layer, number in zip(layers, numbers, strict=True):
+                layer[...] = jnp.clip(gates.hard_logits(number, self.parametrization, layer.dtype), -100, 100)
+        return nnx.split(model, nnx.Param, ...)[1]
 
     def data_checksum(self, dataset: Dataset) -> str | None:
         return None  # the examples are numbers, which the settings determine
@@ -262,15 +292,11 @@ class AutomatonConfig(TrainingConfig):
 
         if self.first_gates == "drawn":
             drawn = draw()
-        elif self.first_gates == "separating":
+        else:
             starts = self.starts(jnp.zeros(1, jnp.uint32))
             drawn = first_gates.separating(
                 draw, automaton, np.asarray(starts)[0], np.asarray(self.targets(starts)), self.steps
             )
-        else:
-            drawn = first_gates.returning(draw, automaton)
-            wanted = f"another value or seed, because {first_gates.MOST_DRAWS:,} draws gave no gates that return"
-            self._check("first_gates", drawn is not None, wanted)
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
                 exchanged = first_gates.with_inputs_exchanged(layer[...], self.parametrization)
@@ -289,6 +315,9 @@ def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
+    settings: ClassVar[Settings] = PATTERNS
+    hardening: ClassVar = (24_000, 240)
+
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         raise NotImplementedError
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from experiments.configs.automaton_base import DECAYING, HARD_GATES, RESTARTS, AutomatonConfig, PatternConfig
+from experiments.configs.automaton_base import HARD_GATES, ROUNDED_STATES, AutomatonConfig, PatternConfig
 from experiments.configs.base import Recipe
 from experiments.data import patterns, user_data
 from experiments.data.datasets import checksum
@@ -44,7 +44,6 @@ class CheckerboardConfig(PatternConfig):
     """A checkerboard with squares of 2 x 2 cells, grown from random states."""
 
     name: ClassVar[str] = "ca-checkerboard"
-    settings: ClassVar = RESTARTS
     any_grid: ClassVar = True
     grid: ClassVar = (16, 16)
     periodic: ClassVar = False
@@ -53,7 +52,6 @@ class CheckerboardConfig(PatternConfig):
     perception: ClassVar = (16, (8, 4, 2))
     update: ClassVar = (*[256] * 10, 128, 64, 32, 16, 8, 8)
     published: ClassVar = (Recipe(batch_size=2, epochs=20, learning_rate=0.05), 500)
-    hardening: ClassVar = (2000, 40)
     stands: ClassVar = True
     test_examples: ClassVar = 256
 
@@ -69,7 +67,7 @@ class AsyncCheckerboardConfig(CheckerboardConfig):
     """The checkerboard, grown by cells that update with a probability of 0.6 per tick."""
 
     name: ClassVar[str] = "ca-checkerboard-async"
-    settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
+    settings: ClassVar = ROUNDED_STATES | dict(learning_rate=0.1, pass_through=7.0, restart_after=1000)
     hardening: ClassVar = (16_000, 80)
     test_examples: ClassVar = 512
     grid: ClassVar = (14, 14)
@@ -91,8 +89,6 @@ class LizardConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2, 1))
     update: ClassVar = (*[512] * 8, 256, 128)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3500)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0, first_gates="separating", restart_after=5000)
-    hardening: ClassVar = (120_000, 1200)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
@@ -116,8 +112,6 @@ class LetterConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2))
     update: ClassVar = (*[512] * 8, 256, 128, 64)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
-    settings: ClassVar = DECAYING | dict(pass_through=6.0, restart_after=3000)
-    hardening: ClassVar = (24_000, 240)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
@@ -138,8 +132,6 @@ class PictureConfig(PatternConfig):
     perception: ClassVar = (4, (8, 4, 2))
     update: ClassVar = (*[512] * 8, 256, 128, 64)
     published: ClassVar = (Recipe(batch_size=1, epochs=20, learning_rate=0.06), 3000)
-    settings: ClassVar = DECAYING | dict(pass_through=10.0, restart_after=3000)
-    hardening: ClassVar = (24_000, 240)
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 

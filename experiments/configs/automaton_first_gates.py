@@ -14,17 +14,7 @@ from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""
-MOST_DRAWS = 20_000
-"""The limit of `returning`. The checkerboard needs about 400 draws."""
 SEPARATING_DRAWS = 200
-
-
-def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
-    for _ in range(MOST_DRAWS):
-        drawn = draw()
-        if _returns(_sources(automaton, *drawn)):
-            return drawn
-    return None
 
 
 def separating(
@@ -87,12 +77,6 @@ def _sources(
             bit = layer[kernel, bit]
         sources.append((int(channel), int(bit)))
     return sources
-
-
-def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    # Two ticks copy channel 0 from the cell two diagonal steps away, through another channel.
-    channel, direction = sources[0]
-    return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:

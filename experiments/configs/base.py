@@ -161,6 +161,10 @@ class TrainingConfig:
     def augmentation(self) -> Augment | None:
         return None
 
+    def repaired(self, model: nnx.Module, params: PyTree, epoch: int) -> PyTree:
+        """Return the parameters to go on with after an epoch, by default the trained ones."""
+        return params
+
     def _fill(self, settings: Mapping[str, Any]) -> None:
         for field, value in settings.items():
             if getattr(self, field) is None:

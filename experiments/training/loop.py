@@ -101,12 +101,22 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
     trained = dict(donate_argnums=0, out_shardings=(of_state, whole, whole, whole))
     compiled_train = compiled(train, state, *train_data, shuffle_key, jnp.int32(0), **trained)
     compiled_test = compiled(test, state.params, *test_data, out_shardings=whole)
+
+    def trained(state: TrainState, epoch: int) -> tuple:
+        state, *results = compiled_train(state, *train_data, shuffle_key, jnp.int32(epoch))
+        params = jax.tree.map(
+            lambda new, old: new if new is old else jax.device_put(new, old.sharding),
+            config.repaired(model, state.params, epoch),
+            state.params,
+        )
+        return state._replace(params=params), *results
+
     return PreparedTraining(
         state=state,
         shardings=of_state,
         model=model,
         constants_checksum=constants_checksum(model),
-        train_epoch=lambda state, epoch: compiled_train(state, *train_data, shuffle_key, jnp.int32(epoch)),
+        train_epoch=trained,
         evaluate=lambda params: compiled_test(params, *test_data),
         restarted=restarted,
         compile_seconds=time.perf_counter() - started,

@@ -163,6 +163,7 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
         ("first_gates", "b"),
         ("shrink", 2),
         ("restart_after", -1),
+        ("search_steps", -1),
         ("schedule", "linear"),
         ("parametrization", "sigmoid"),
         ("implementation", "cuda"),

@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from experiments.configs import AUTOMATA, from_dict, to_dict
+from experiments.configs.automaton_base import PUBLISHED
 from experiments.configs.automaton_experiments import (
     CheckerboardConfig,
     LetterConfig,
@@ -44,10 +45,20 @@ def test_the_published_settings(name):
         "constant",
     )
     assert (config.hard_share, config.noise, config.target_accuracy) == (0, 0, None)
-    assert (config.first_gates, config.shrink, config.restart_after) == ("a", 1, 0)
+    assert (config.first_gates, config.shrink, config.restart_after, config.search_steps) == ("a", 1, 0, 0)
     assert len(config.load().train_images) == batch * updates // config.epochs
     targets = config.targets(config.starts(seeds(0)))
     assert targets.shape[-3:] == (*config.grid, config.visible)
+
+
+def test_every_pattern_has_one_recipe(tmp_path):
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.zeros((2, 2), np.uint8)).save(path)
+    recipes = []
+    for config in (CheckerboardConfig(), LizardConfig(), LetterConfig(), PictureConfig(target=path)):
+        assert (config.updates, config.epochs) == (24_000, 240)
+        recipes.append({name: getattr(config, name) for name in PUBLISHED} | {"learning_rate": config.learning_rate})
+    assert all(recipe == recipes[0] for recipe in recipes)
 
 
 def test_every_board_of_the_game_of_life_is_an_example():

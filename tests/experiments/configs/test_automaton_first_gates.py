@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.configs import automaton_first_gates
-from experiments.configs.automaton_experiments import CheckerboardConfig, LifeConfig, LizardConfig
+from experiments.configs.automaton_experiments import CheckerboardConfig, LizardConfig
 from jaxbp.logic import gates
 
 
@@ -20,24 +20,6 @@ def test_gates_pass_on_either_input_at_first(tiny_automaton, parametrization):
     ]
     assert set(numbers[0].tolist()) == {3, 5}  # a, b
     assert (numbers[0] == numbers[1]).all() and (numbers[0] != numbers[2]).any()
-
-
-def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
-    model, _ = tiny_automaton(first_gates="returning").build(jax.random.key(0))
-    start = jax.random.bernoulli(jax.random.key(1), shape=(1, 12, 12, 2)).astype(jnp.float32)
-    end = model(start, 2, hard=True)[0, 2:-2, 2:-2, 0]
-    diagonals = [start[0, 2 + i : 10 + i, 2 + j : 10 + j, 0] for i in (-2, 2) for j in (-2, 2)]
-    assert sum(bool((end == diagonal).all()) for diagonal in diagonals) == 1
-
-
-def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
-    with pytest.raises(
-        ValueError, match="first_gates is 'returning'; wants another value, because an automaton with one channel"
-    ):
-        LifeConfig(first_gates="returning")
-    monkeypatch.setattr(automaton_first_gates, "MOST_DRAWS", 1)
-    with pytest.raises(ValueError, match="1 draws gave no gates that return"):
-        tiny_automaton(first_gates="returning").build(jax.random.key(0))
 
 
 def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch):
