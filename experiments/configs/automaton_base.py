@@ -46,7 +46,7 @@ HARD_GATES: Settings = PUBLISHED | dict(
 )
 ROUNDED_STATES: Settings = HARD_GATES | dict(hard_share=0.0, rounded_share=0.1, weight_decay=0.02)
 PATTERNS: Settings = ROUNDED_STATES | dict(
-    learning_rate=0.2, pass_through=10.0, first_gates="drawn", restart_after=1000, search_steps=2000
+    learning_rate=0.2, pass_through=10.0, first_gates="separating", restart_after=1000, search_steps=2000
 )
 SEARCHED, MOST_SEARCHED = 2**30, 4
 """The seed of the first initial state for which the local search repairs an automaton, and the most such states."""
@@ -128,11 +128,6 @@ class AutomatonConfig(TrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check(
-            "first_gates",
-            self.first_gates != "separating" or self.trials == 1,
-            "another value, because this automaton has more than one initial state",
-        )
         self._check("search_steps", not self.search_steps or self.fire_rate == 1, "0, because cells update at random")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
@@ -290,13 +285,12 @@ class AutomatonConfig(TrainingConfig):
         def draw():
             return [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
 
-        if self.first_gates == "drawn":
+        if self.first_gates == "drawn" or self.trials > 1:
             drawn = draw()
         else:
             starts = self.starts(jnp.zeros(1, jnp.uint32))
-            drawn = first_gates.separating(
-                draw, automaton, np.asarray(starts)[0], np.asarray(self.targets(starts)), self.steps
-            )
+            start, target = np.asarray(starts)[0], np.asarray(self.targets(starts))
+            drawn = first_gates.separating(draw, automaton, start, target, self.steps, random)
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
                 exchanged = first_gates.with_inputs_exchanged(layer[...], self.parametrization)

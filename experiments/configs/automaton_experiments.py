@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from experiments.configs.automaton_base import HARD_GATES, ROUNDED_STATES, AutomatonConfig, PatternConfig
+from experiments.configs.automaton_base import HARD_GATES, PATTERNS, ROUNDED_STATES, AutomatonConfig, PatternConfig
 from experiments.configs.base import Recipe
 from experiments.data import patterns, user_data
 from experiments.data.datasets import checksum
@@ -44,6 +44,8 @@ class CheckerboardConfig(PatternConfig):
     """A checkerboard with squares of 2 x 2 cells, grown from random states."""
 
     name: ClassVar[str] = "ca-checkerboard"
+    settings: ClassVar = PATTERNS | dict(shrink=2, restart_after=250)
+    hardening: ClassVar = (6000, 120)
     any_grid: ClassVar = True
     grid: ClassVar = (16, 16)
     periodic: ClassVar = False
@@ -82,6 +84,8 @@ class LizardConfig(PatternConfig):
     """A lizard, grown from one cell."""
 
     name: ClassVar[str] = "ca-lizard"
+    settings: ClassVar = PATTERNS | dict(learning_rate=0.1, restart_after=2500)
+    hardening: ClassVar = (60_000, 600)
     grid: ClassVar = (20, 20)
     periodic: ClassVar = True
     channels: ClassVar = 128

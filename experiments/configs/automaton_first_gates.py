@@ -14,14 +14,30 @@ from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 """One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""
-SEPARATING_DRAWS = 200
+SEPARATING_DRAWS, SEPARATING_CHANGES = 200, 500
+CHANGED_GATES = 3
+"""The average number of gates that a change of `separating` affects."""
 
 
 def separating(
-    draw: Callable[[], Draw], automaton: Automaton, start: np.ndarray, target: np.ndarray, steps: int
+    draw: Callable[[], Draw],
+    automaton: Automaton,
+    start: np.ndarray,
+    target: np.ndarray,
+    steps: int,
+    random: np.random.Generator,
 ) -> Draw:
-    draws = (draw() for _ in range(SEPARATING_DRAWS))
-    return min(draws, key=lambda drawn: confused(automaton, drawn, start, target, steps))
+    """Return gates with few confused cells: the best of random choices, improved by random changes."""
+    draws = [draw() for _ in range(SEPARATING_DRAWS)]
+    counts = [confused(automaton, drawn, start, target, steps) for drawn in draws]
+    least, best = min(counts), draws[np.argmin(counts)]
+    share = CHANGED_GATES / sum(layer.size for part in best for layer in part)
+    for _ in range(SEPARATING_CHANGES):
+        changed = [[layer ^ (random.random(layer.shape) < share) for layer in part] for part in best]
+        count = confused(automaton, changed, start, target, steps)
+        if count <= least:
+            least, best = count, changed
+    return best
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:

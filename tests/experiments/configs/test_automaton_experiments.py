@@ -51,14 +51,16 @@ def test_the_published_settings(name):
     assert targets.shape[-3:] == (*config.grid, config.visible)
 
 
-def test_every_pattern_has_one_recipe(tmp_path):
+def test_every_pattern_has_one_recipe_and_some_have_other_attempts(tmp_path):
     path = tmp_path / "picture.png"
     Image.fromarray(np.zeros((2, 2), np.uint8)).save(path)
-    recipes = []
-    for config in (CheckerboardConfig(), LizardConfig(), LetterConfig(), PictureConfig(target=path)):
-        assert (config.updates, config.epochs) == (24_000, 240)
-        recipes.append({name: getattr(config, name) for name in PUBLISHED} | {"learning_rate": config.learning_rate})
-    assert all(recipe == recipes[0] for recipe in recipes)
+    configs = [CheckerboardConfig(), LizardConfig(), LetterConfig(), PictureConfig(target=path)]
+    recipes = [{name: getattr(config, name) for name in (*PUBLISHED, "learning_rate")} for config in configs]
+    assert [config.updates // config.restart_after for config in configs] == [24] * 4
+    checkerboard, lizard, letter, picture = recipes
+    assert letter == picture
+    assert checkerboard == picture | dict(shrink=2, restart_after=250)
+    assert lizard == picture | dict(learning_rate=0.1, restart_after=2500)
 
 
 def test_every_board_of_the_game_of_life_is_an_example():
