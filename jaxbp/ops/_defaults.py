@@ -1,6 +1,7 @@
 """Ops that XLA fuses well: their default implementations, and backwards written once for XLA and for kernels."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,20 @@ def xla_and_pallas(backward: Callable) -> dict[str, Callable]:
     """Return the implementations "xla" and "pallas" of `backward(elementwise, sum_over, dy, *saved, **options)`. The
     first two arguments are the kernels of these names, or the functions of `numerics`."""
     return {
-        "xla": functools.partial(backward, numerics.elementwise, numerics.sum_over),
+        "xla": _cast_once(functools.partial(backward, numerics.elementwise, numerics.sum_over)),
         "pallas": functools.partial(backward, elementwise, sum_over),
     }
+
+
+def _cast_once(formula):
+    """Return `formula`, but cast each array in half precision to float32 once. Otherwise, a second derivative would
+    round the gradient of each use of the array before it adds them."""
+
+    def in_float32(*arrays, **options):
+        wide = jax.tree.map(numerics.upcast, arrays)
+        results = formula(*wide, **options)
+        if all(map(operator.is_, jax.tree.leaves(wide), jax.tree.leaves(arrays))):
+            return results
+        return jax.tree.map(numerics.cast_like, results, jax.eval_shape(functools.partial(formula, **options), *arrays))
+
+    return in_float32

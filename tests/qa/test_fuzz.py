@@ -59,18 +59,19 @@ def failure(program: Program, seed: int, kinds: Sequence[str] = DATA) -> str | N
     return None
 
 
-@pytest.mark.parametrize("part", range(1 if LONG else 40))
-def test_random_programs_are_right(part):
-    """In a short run, each part draws the simplest program and a random one. In a longer run, Hypothesis would vary the
+# Seed 17 draws a second derivative of batch_norm that overflowed where the gradients of two uses of dy were added.
+@pytest.mark.parametrize("seed", [0] if LONG else [17, *range(100, 139)])
+def test_random_programs_are_right(seed):
+    """In a short run, each seed draws the simplest program and a random one. In a longer run, Hypothesis would vary the
     random program, and most examples would have the same op."""
 
     @hypothesis.settings(RUN, max_examples=LONG or 2, derandomize=False)
     @hypothesis.given(programs(CATALOGUE, kernels_run()), st.integers(0, 2**16))
-    def run(program, seed):
-        assert failure(program, seed) is None
+    def run(program, seed_of_data):
+        assert failure(program, seed_of_data) is None
 
     if not LONG:
-        hypothesis.seed(100 + part)(run)
+        hypothesis.seed(seed)(run)
     run()
 
 
