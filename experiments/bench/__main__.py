@@ -183,7 +183,11 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def stopped_at(end: float) -> Iterator[None]:
-    """End the block at the time `end` of `time.monotonic()`, also within a call."""
+    """Return a context that leaves its block at the time `end` of `time.monotonic()`, without an exception.
+
+    A signal interrupts the block, even while a function that it called is running. If `end` is infinite, there is no
+    limit.
+    """
 
     def stop(*_):
         raise OutOfTime

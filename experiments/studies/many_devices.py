@@ -56,7 +56,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, dtype: str, examples: int, mesh: Mesh | None) -> tuple[Any, ...]:
-    """Return the shapes and shardings of a training step's arguments, with `examples` examples per device."""
+    """Return the shapes, dtypes, and shardings of a training step's arguments, with `examples` examples per device.
+
+    The devices of the mesh divide the examples. Each device has the whole training state. If `mesh` is None, the
+    arguments are for one device, and have no sharding.
+    """
     if mesh is None:
         return jax.eval_shape(lambda: workload.draw(0, examples, dtype))
 

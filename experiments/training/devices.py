@@ -17,7 +17,10 @@ EXAMPLES, FEATURES = "examples", "features"
 
 
 def available() -> int:
-    """Return the largest number of devices of a run. Every process has equally many."""
+    """Return the largest number of devices that a run can use.
+
+    A run uses the same number of devices in every process. The process with the fewest devices limits this number.
+    """
     return jax.process_count() * min(map(len, _of_each_process()))
 
 

@@ -135,8 +135,16 @@ def write_pictures(
 ) -> list[Path]:
     """Write pictures of three runs of an automaton, and return their paths.
 
-    The pictures show the first `visible` channels. The runs start from `initial_state`, `large_state`, and the first
-    run's last state with zeros in a square. automaton.png also shows the state after `trained_ticks`, and the target.
+    The first run starts from `initial_state`, and the second from `large_state`. The third starts from the last state
+    of the first run, with zeros in a square. automaton.png shows all three runs. Each run also has an animation.
+
+    Args:
+      ticks: the number of time steps per run.
+      visible: the number of channels to show, beginning with the first.
+      fire_rate: the probability that a cell updates at a tick.
+      seed: determines which cells update.
+      trained_ticks: the number of ticks in training. automaton.png also shows the state after them.
+      target: an image that automaton.png shows after the first run.
     """
 
     def run(state, number):

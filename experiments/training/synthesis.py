@@ -101,9 +101,15 @@ def synthesize(
 
 
 def timed_module(netlist: Netlist, classes: int, clocked: bool = False) -> str:
-    """Return a module that has the circuit between registers, so that its delay limits the clock.
+    """Return a Verilog module `timed` that has the module `circuit` between registers.
 
-    A shift register holds the inputs that the circuit reads, because a chip has fewer pins than the circuit inputs.
+    The delay of the circuit then limits the clock frequency. A shift register holds the inputs that the circuit reads,
+    because a chip has fewer pins than the circuit has inputs.
+
+    Args:
+      netlist: the circuit. `netlist.to_verilog(classes=classes)` returns the module `circuit`.
+      classes: the number of classes, which determines the width of the result.
+      clocked: whether the module `circuit` has registers, and so an input `clock`.
     """
     sources = np.concatenate([netlist.a, netlist.b, netlist.results])
     used = {source: i for i, source in enumerate(np.unique(sources[sources < netlist.inputs]).tolist())}

@@ -45,8 +45,14 @@ class Slopes(NamedTuple):
 def differences(moved: Callable, eps: float = EPS, **compiling: Any) -> Callable[..., Slopes]:
     """Return a function that computes finite differences with respect to elements of an op's arguments.
 
-    `moved(values, base)` returns the op's results at `values`. `eps` is the relative rounding error of these results.
-    Arguments of `stop_gradient` inside the op keep the values that they have at `base`.
+    The function is `slopes(point, argument, indices, steps) -> Slopes`. It changes the elements with flat indices
+    `indices` of the argument with index `argument`, one at a time, by plus and minus their `steps`.
+
+    Args:
+      moved: `moved(values, base)` returns the op's results at `values`. Arguments of `stop_gradient` inside the op keep
+        the values that they have at `base`.
+      eps: the relative rounding error of these results.
+      compiling: options of `jax.jit`.
     """
 
     def rows(values, count, indices, numbers):

@@ -29,9 +29,11 @@ MOST_NOT_FINITE = 64
 
 
 class Expected(NamedTuple):
-    """The expected results of an op (order 0), or their expected derivatives of one order.
+    """The expected results of an op, or their expected derivatives of one order.
 
     Attributes:
+      order: 0 for the results, 1 for the gradients, and 2 or 3 for higher derivatives.
+      against: how `arrays` was computed, such as "autodiff" or "finite differences".
       arrays: one array per result at order 0, else one per floating argument.
       contradicted: None, or masks of the elements of `arrays` at which finite differences replace autodiff.
       undecided: None, or masks of the elements at which autodiff is not finite, and finite differences give no slope.
@@ -222,7 +224,11 @@ class Reference:
             return None
 
     def _steps(self, i, a, step):
-        """Return the largest step per element of argument i."""
+        """Return the largest step of finite differences for each element of a, as a vector.
+
+        a is the value of argument i. `step` is the step of the tolerance, or None for a step in proportion to the
+        elements of a: see `Tolerance`.
+        """
         scale = scale_of(a)
         if self._eps != EPS:  # in added data, all elements may be tiny
             scale = max(scale, scale_of(np.asarray(self._arguments[i], np.float64)))

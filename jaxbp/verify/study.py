@@ -233,7 +233,11 @@ class Study:
 
     def _transformed(self, programs, judge, own, of_one):
         """Compare an implementation under `jit` with the same implementation outside `jit`, under transformations, and
-        with one array for several arguments."""
+        with one array for several arguments. Return the rows of the check.
+
+        `programs` has the implementation, and `judge` decides about differences. `own` is the point with the user's
+        data. `of_one` has pairs of a list of argument indices and a point at which these arguments are equal.
+        """
         rows = self._same(programs, judge, "outside jit", [own], lambda p: [p.outside_jit(own)])
         levels = [name for name in LEVELS if len(self.arguments.floats) > 1 or name not in LEVELS_OF_SEVERAL]
         if self.size * math.prod(at.sizes_of(levels)) > MOST_NUMBERS:

@@ -62,8 +62,14 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, *, scale, softcap=
 
 
 def _axes(q, keys, bias, tile):
-    """Return two tuples of the numbers of examples, heads, tiles of queries, and tiles of keys. The first one has the
-    numbers that the gradient sums over, else 1, and the second one the others."""
+    """Return two shapes `(examples, heads, tiles of queries, tiles of keys)`, one for summed and one for kept axes.
+
+    The bias broadcasts along the summed axes. The first shape has the sizes of the summed axes, and 1 for each kept
+    axis. The second shape has the sizes of the kept axes, and 1 for each summed axis.
+
+    `q` and `bias` are the shapes of q and of the bias, and `keys` is the number of keys. `tile` has the numbers of
+    queries and of keys per tile.
+    """
     batch, queries, heads, _ = q
     sizes = batch, heads, -(-queries // tile[0]), -(-keys // tile[1])
     broadcasts = [size == 1 for size in bias]

@@ -99,8 +99,10 @@ def intervals(
 
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:
-    """Return which tiles of keys each tile of queries visits, and the other way round. A tile has `tile` queries and
-    keys."""
+    """Return the tiles of keys that each tile of queries visits, and the tiles of queries that visit each tile of keys.
+
+    `keys` is the number of keys. `tile` has the numbers of queries and of keys per tile.
+    """
     visited, full = tiles_with_pairs(masks, keys, tile)
     return listed(visited, full), listed(visited.swapaxes(1, 2), full.swapaxes(1, 2))
 

@@ -48,8 +48,11 @@ class WeightsGradientConfig(NamedTuple):
     programs_per_multiprocessor: int
 
     def division(self, dy: Any, x: Any) -> tuple[int, int, int, int]:
-        """Return the number of splits, of steps in all splits and per split, and of the splits that would keep the GPU
-        busy. A step takes `windows` windows and `LANES` examples."""
+        """Divide the sums over windows and examples into splits. A step takes `windows` windows and `LANES` examples.
+
+        Return four numbers: the splits, the steps in all splits together, the maximum steps per split, and the splits
+        that would keep the GPU busy.
+        """
         K, P, Q, N = dy.shape
         units = (N // LANES) * P * (Q // self.windows)
         programs = self.programs_per_multiprocessor * device.target().multiprocessors

@@ -264,7 +264,11 @@ def multiply(
             plgpu.wgmma_wait(2 if add_rows else 1)
 
         def mask(stage, tile, number):
-            """Replace the elements outside of `tile.summed` by 0, also in the other operand, where they may be NaN."""
+            """Set the elements outside of `tile.summed` to 0 in the stage of the ring with index `stage`.
+
+            `number` is the tile's step along the summed axis that the stage holds. Both operands are set to 0, because
+            elements outside of the range may be NaN, and 0 times NaN is NaN.
+            """
             start, end = (limit - tile.start - number * step for limit in tile.summed)
 
             def mask_rows(i, _):

@@ -218,7 +218,10 @@ class _Step(NamedTuple):
 
 
 def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, config, name):
-    """Launch `tick` or, with `consumers` and `gradients` = (dseen, dkept, total), `tick_backward`."""
+    """Launch `tick`, or `tick_backward` if `consumers` and `gradients` are given. `gradients` is (dseen, dkept, total).
+
+    Return (next state, None) for `tick`, and (None, gradients) for `tick_backward`. `name` is the kernel's name.
+    """
     is_backward, channels, width = consumers is not None, sizes.channels, config.cells // config.slices
     groups = -(-sizes.cells // (config.cells * config.programs))
     is_copied = is_backward and groups > 1 and not config.totals_in_registers
@@ -277,12 +280,16 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return cell * channels + remainder(lane, channels), valid & (lane < sizes.neighborhood)
 
         def state_elements(part, group, s):
-            """Return (row, column, place, cell, valid), the locations of state elements, each one channel of one cell.
+            """Return (row, column, place, cell, valid), the locations of the state elements of one part of a slice.
 
-            - row, column: the element's position among the last layer's rows of shared memory: its channel, and its
-              cell's index in the slice.
+            A state element is one channel of one cell. `part` is a `_Part` of `sizes.state_elements(width)`, `group`
+            the index of the group's first cell, and s the index of a slice in the group.
+
+            - row, column: the element's channel, and the index of its cell in the slice. In shared memory, the last
+              layer has one row per channel, and one column per cell.
             - place: the element's index in the state in device memory.
-            - cell, valid: its cell, and False for padding.
+            - cell: the index of the element's cell.
+            - valid: False for padding.
             """
             lane = lane_and_column(part.lanes, 1)[0] + part.offset
             column, channel = quotient(lane, channels), remainder(lane, channels)
@@ -335,9 +342,12 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return gather_elements(dkept_ref, place), dseen, fires
 
         def write_sums(part, group, s, terms):
-            """For each state element, sum its `terms`, the result of `load_terms`, to the gradient with respect to its
-            next state. If the cell fires (updates), write this sum to shared memory, and 0 to `dkept_out`. Otherwise,
-            write the sum to `dkept_out`, and 0 to shared memory. The other arguments are as in `state_elements`."""
+            """Write the gradient with respect to the next state of each state element of slice s.
+
+            This gradient is the sum of `terms`, the result of `load_terms`. If the cell fires (updates), write it to
+            shared memory, and 0 to `dkept_out`. Otherwise, write it to `dkept_out`, and 0 to shared memory. `part`,
+            `group`, and s are as in `state_elements`.
+            """
             (row, column, place, cell, valid), (dy, dseen, fires) = state_elements(part, group, s), terms
             for gradient, (_, is_seen) in zip(dseen, seen_by(place, cell, valid), strict=True):
                 dy = dy + jnp.where(is_seen, gradient, 0.0)
@@ -535,7 +545,12 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             return (program + i * config.programs) * config.cells
 
         def visit(i, carry):
-            """Compute group i. Operands are fetched `config.lookahead` steps earlier, also for the next group."""
+            """Compute group i, and return the next `carry`.
+
+            `carry` is (sums, fetched): the sums of the coefficients' gradients, and the operands of the group's first
+            steps. Each step fetches the operands of the step that follows `config.lookahead` steps later. Near the end
+            of a group, it is a step of the next group.
+            """
             sums, fetched = carry
             sums, group, next_group = sums and list(sums), group_of(i), group_of(i + 1)
             steps, lookahead, fetched = list(steps_of(group, sums)), len(fetched), [[a] for a in fetched]

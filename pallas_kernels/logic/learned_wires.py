@@ -40,7 +40,7 @@ _MAX_WEIGHTS = 1024
 
 
 class Config(NamedTuple):
-    """Number of blocks of 128 examples that each CTA computes."""
+    """Each CTA computes one group of wires for `blocks` blocks of 128 examples."""
 
     blocks: int
 

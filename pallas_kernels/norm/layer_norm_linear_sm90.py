@@ -99,8 +99,8 @@ def _row_sums(function: Callable[[Any], Array], width: int) -> Array:
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, epsilon: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return the dense layer's output z `(rows, outputs)` in x's dtype, and float32 offset and inv_std `(rows,)` of
-    LayerNorm: see `layer_norm.py`.
+    """Return the dense layer's output z `(rows, outputs)` in x's dtype, and LayerNorm's float32 offset and inv_std
+    `(rows,)`. The offset is the mean of a row minus the row's first element.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.

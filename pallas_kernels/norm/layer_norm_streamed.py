@@ -64,7 +64,11 @@ def _input_gradient_plan(t, normalized, inv_std):
 
 
 def _schedule(config: Config, block: Block, *arrays: Array) -> tuple[int, int, list[Any]]:
-    """Return the number of CTAs, the number of rows in whole groups, and the shared memory for the streamed arrays."""
+    """Return the number of CTAs, the number of rows, and the shared memory for the streamed arrays.
+
+    The number of rows is rounded up to a multiple of `config.rows`, the rows per group. The shared memory is a list of
+    one ring of stages per array, and the barriers of the stages.
+    """
     groups = -(-arrays[0].shape[0] // config.rows)
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     barrier = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)

@@ -37,7 +37,12 @@ def module(name: str) -> Peer:
 
 
 def on_torch(package: str, forwards: Mapping[str, Callable], backwards: Mapping[str, Callable], best: int = 1) -> Peer:
-    """Return a peer with functions of PyTorch tensors, timed in eager mode and in CUDA graphs: see `torch.ops`."""
+    """Return a peer that consists of functions of PyTorch tensors, timed in eager mode and in CUDA graphs.
+
+    `forwards` and `backwards` map names of ops to functions. Functions in `backwards` return gradients. PyTorch's
+    autograd differentiates the functions in `forwards`. `package` is the package whose version is reported. `best` is
+    as in `experiments.bench.peers.torch.variants_of`.
+    """
     from experiments.bench.peers.torch import ops, variants_of
 
     def variants(task):

@@ -10,11 +10,12 @@ EPS = 1e-5
 
 
 class TorchGPT:
-    """`jaxbp.nn.GPT` in the forms of `GPT_SIZES`. Tensors are cast to `dtype` where they are used.
+    """`jaxbp.nn.GPT` in PyTorch. It supports the options of GPT that occur in `jaxbp.nn.GPT_SIZES`.
 
     Args:
       parameters: the model's parameters by their paths, such as "blocks.0.up.kernel".
-      sizes: the arguments of `jaxbp.nn.GPT`.
+      sizes: the arguments of `jaxbp.nn.GPT`, such as an entry of `GPT_SIZES`.
+      dtype: the dtype of the computation. Each parameter is cast to it where it is used.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], dtype: torch.dtype):

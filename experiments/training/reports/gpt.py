@@ -45,7 +45,11 @@ def references(train: bytes, validation: bytes) -> dict[str, float]:
 
 
 def compared(figures: Mapping[str, float], size: int) -> list[str]:
-    """Return lines with the bits per byte of each method, and whether it is better or worse than the language model."""
+    """Return lines with the bits per byte of each method, and whether it is better or worse than the language model.
+
+    `figures` maps the name of each method to its bits per byte. The language model is "gpt". `size` is the number of
+    validation bytes.
+    """
     bits = figures["gpt"]
 
     def verdict(other: float) -> str:

@@ -18,10 +18,11 @@ _AND, _NOT_AND, _XOR, _NOT = 1, 4, 6, 15
 
 @functools.cache
 def expanded(table: int) -> Any:
-    """Return an expression of few gates that computes a table.
+    """Return an expression with few gates that computes a table.
 
-    If a bit s of some inputs selects between two tables f0 and f1 of the others, the table is
-    `f0 ^ (s & (f0 ^ f1)) = f1 ^ (~s & (f0 ^ f1))` (the expansion of Shannon and Davio).
+    Let s be a bit that depends on one or two inputs, and let f0 and f1 be tables of the other inputs. If the table
+    equals f0 where s is 0, and f1 where s is 1, then it is `f0 ^ (s & (f0 ^ f1)) = f1 ^ (~s & (f0 ^ f1))`. This is the
+    expansion of Shannon and Davio. Try every such s, and return the expression with the fewest gates.
     """
     inputs = [v for v in range(4) if _with(table, v, 0) != _with(table, v, 1)]
     if len(inputs) <= 2:

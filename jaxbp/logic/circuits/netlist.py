@@ -430,7 +430,10 @@ class _Builder:
 
 
 def _runs(*keys: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of entries with equal keys, sorted by the last key, then by the other keys."""
+    """Divide entries into groups with equal keys. Return one array per group, with the indices of its entries.
+
+    Each key has one value per entry. The groups are sorted by the last key, then by the key before it, and so on.
+    """
     keys = np.stack(keys)
     order = np.lexsort(keys)
     return np.split(order, 1 + np.flatnonzero(np.diff(keys[:, order]).any(axis=0))) if order.size else []

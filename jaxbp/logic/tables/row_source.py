@@ -88,12 +88,18 @@ def c_source(
     values: Float32[np.ndarray, " counts"] | None = None,
     circuit_name: str | None = None,
 ) -> str:
-    """Return C99 source of a function of a row, and of a function for the circuit. The second function is named
-    `circuit_name`, by default `{name}_circuit`.
+    """Return C99 source of functions that evaluate a circuit for rows of numbers.
 
-    Without `values`, the function is `int name(const float *row)`, which returns the index of a class. With `values`,
-    it is `float name(const float *row)`, which returns `values[number of outputs that are on]`. A row has `features`
-    numbers, and the lines `described` say what they are.
+    Without `values`, `int name(const float *row)` returns the index of a class. With `values`,
+    `float name(const float *row)` returns `values[number of outputs that are on]`. `{name}_rows` computes n rows. A
+    third function evaluates the circuit. It is named `circuit_name`, by default `{name}_circuit`.
+
+    Args:
+      op: the name that error messages begin with.
+      quantizer: converts a row to the bits that the circuit reads.
+      features: how many numbers a row has.
+      described: lines that describe these numbers, for a comment.
+      classes: the classes, for a comment. None with `values`.
     """
     circuit_name = circuit_name or f"{name}_circuit"
     check_name(op, name, C_WORDS)

@@ -105,7 +105,11 @@ class _Tiles:
         return lax.scan(row, self.varying(sums), jnp.arange(self.rows.count, dtype=jnp.int32))
 
     def over_columns(self, i: Array, step: Callable, state: Any) -> Any:
-        """Call `step(j, state) -> state` for each column j that row i visits, and return the last state."""
+        """Call `state = step(j, state)` for each tile in row i and column j of the tiles of scores.
+
+        `state` is the initial state. Return the last state. With `skips`, leave out the tiles that the intervals and
+        segments of the masks exclude for all examples.
+        """
         columns, state = self.visits.visits[0, i] // 2, self.varying(state)
         if self.skips:
             body = lambda slot, state: step(columns[slot], state)  # noqa: E731
@@ -213,8 +217,11 @@ def _add_block(columns, total, part, j):
 
 
 def _add_tile(tiles, total, ds, i, j):
-    """Add ds, summed over the axes along which the bias broadcasts, to a tile of `total`, which may have one sum
-    per part of the examples."""
+    """Add ds, the gradient for the tile of scores in row i and column j, to `total`, and return the new `total`.
+
+    `total` is the gradient with respect to the padded bias. ds is first summed over the axes along which the bias
+    broadcasts. If the bias broadcasts over the examples, axis 0 of `total` may have one sum per device.
+    """
     tile = tiles.columns.block(tiles.rows.block(total, i, 2), j, 3)
     if tile.shape[0] not in (1, ds.shape[0]):
         ds = jnp.sum(ds.reshape(tile.shape[0], -1, *ds.shape[1:]), axis=1)

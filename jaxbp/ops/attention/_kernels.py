@@ -111,7 +111,10 @@ def _padded_features(q, v):
 
 
 def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
-    """Pad the features of all arrays with zeros to one of the head dimensions of the kernels."""
+    """Return all arrays, with their features padded with zeros to the same head dimension.
+
+    It is the smallest head dimension in `HEADS` that holds the features of q and v.
+    """
     size = _padded_features(q, v)
     return tuple(jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[3]),)) for a in (q, k, v, *others))
 

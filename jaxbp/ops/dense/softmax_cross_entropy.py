@@ -54,9 +54,11 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Replace logits and labels that `where` excludes, so that the loss ignores them.
+    """Return logits and labels, with other values where `where` excludes them, so that the loss ignores them.
 
-    If other classes remain, an excluded class's integer label becomes invalid (loss NaN).
+    Logits and labels of excluded examples become 0. If only some classes of an example are excluded, their logits
+    become -inf, and their weights become 0. An integer label of an excluded class then becomes an invalid label, for
+    which the loss is NaN.
     """
     if where is None:
         return logits, labels
