@@ -96,7 +96,8 @@ def _layer(module: linen.Module, implementation: Implementation, x: Array) -> An
 
 
 def _existing(module: linen.Module, name: str, value: Array, key: None, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return an existing parameter in place of an initial value. `LinearGeneral` asks for a matrix or vector."""
+    """Return `value`, the existing parameter `name`, as an initializer would. Ignore `key` and `dtype`. For
+    `DenseGeneral`, `shape` is a matrix or vector of the same size. Otherwise, it must be the shape of `value`."""
     if value.shape != shape and (not isinstance(module, linen.DenseGeneral) or value.size != math.prod(shape)):
         raise errors.ScopeParamShapeError(name, "/".join(module.path), value.shape, shape)
     return value

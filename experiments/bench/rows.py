@@ -43,6 +43,7 @@ class Settings(NamedTuple):
 
     Attributes:
       peers: the modules that time other libraries, by name.
+      seconds: the least time per timing round.
       rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
       label: a suffix for the workload's title: the dtype and precision, if the run has several.
@@ -107,7 +108,8 @@ class Case:
         return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
 
     def submit(self, name: str, compiler: Compiler, accuracy: Accuracy | None) -> bool:
-        """Submit the programs of our row `name` to the compiler. Return False if the workload has no such row."""
+        """Submit the programs of row `name`, an implementation or a baseline, to the compiler. Return False if the
+        workload has no such row."""
         print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
         self.accuracy = accuracy
         with jax.default_matmul_precision(self.settings.precision):
@@ -150,7 +152,7 @@ class Case:
         return self.workload.draw(seed, self.batch, self.settings.dtype)
 
     def rows(self, names: Sequence[str]) -> Iterator[Row]:
-        """Yield our rows `names`, whose programs are compiled."""
+        """Yield the rows of the implementations and baselines `names`, whose programs are compiled."""
         arguments = self._arguments()
         for name in names:
             yield self._measured(name, None, self.settings.precision, functools.partial(self._ours, name, arguments))

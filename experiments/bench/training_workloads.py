@@ -95,7 +95,8 @@ def logic_network(
 class LogicConvSizes(NamedTuple):
     """A published convolutional logic network for images of `shape`, `(channels, height, width)`.
 
-    The layers after the convolutions have `widths` gates. `tau` divides the scores.
+    The layers after the convolutions have `widths` gates. `tau` divides the scores. `cpu_batches` are the batch sizes
+    on a CPU.
     """
 
     shape: tuple[int, int, int]
@@ -176,6 +177,7 @@ def _training_step(
     """Return a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
+      op, place, options, batches, error_batch: as in `Workload`.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
       baselines: functions `(model, inputs) -> scores`.
     """
@@ -216,7 +218,7 @@ TICKS = 20
 def automaton_workload(size: int) -> Workload:
     """Return a training step of a cellular automaton on a grid of `size` times `size` cells.
 
-    The implementation can also be a function `(logits, automaton, state, steps) -> state` instead of a name.
+    The workload's `function` also takes a function `(logits, automaton, state, steps) -> state` as implementation.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.wires

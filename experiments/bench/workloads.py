@@ -271,9 +271,11 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """Return a program that calls the function once per set of arguments, and returns all results.
+    """Return a program of sets of arguments that calls the function once per set, for the first `calls` sets, and
+    returns all results.
 
-    Barriers keep XLA from overlapping or merging calls on a GPU. XLA's CPU compiler drops the barriers.
+    `implementation` is not used. Barriers keep XLA from overlapping or merging calls on a GPU. XLA's CPU compiler drops
+    the barriers.
     """
     function = jax.jit(function)
 

@@ -156,7 +156,7 @@ class PictureConfig(PatternConfig):
 
     @property
     def steps(self) -> int:
-        """The number of ticks, more than the signals of the first cell need to the border."""
+        """The number of ticks: more than a signal needs from the first cell to the border."""
         return max(self.grid) // 2 + 4
 
     @property

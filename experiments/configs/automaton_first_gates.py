@@ -27,7 +27,7 @@ def separating(
     steps: int,
     random: np.random.Generator,
 ) -> Draw:
-    """Return gates with few confused cells: the best of random choices, improved by random changes."""
+    """Return gates with few wrong cells (see `confused`): the best of random choices, improved by random changes."""
     draws = [draw() for _ in range(SEPARATING_DRAWS)]
     counts = [confused(automaton, drawn, start, target, steps) for drawn in draws]
     least, best = min(counts), draws[np.argmin(counts)]

@@ -46,10 +46,11 @@ def repaired(
     steps: int,
     most: int,
 ) -> tuple[Functions, Int[Array, ""], Int[Array, ""]]:
-    """Return the best circuit of 32 searches, and the number of wrong values after `ticks` ticks, before and after.
+    """Return the best circuit of 32 searches, and the numbers of wrong values before and after the searches.
 
-    In each of at most `steps` steps, each search changes the functions of one or two random gates. It keeps the change
-    unless more values are wrong. The searches end if one has no wrong value. They do not begin with more than `most`.
+    A value is wrong if it differs from `target` after `ticks` ticks. In each of at most `steps` steps, each search
+    changes the functions of one or two random gates. It keeps the change unless more values are wrong. The searches end
+    if one has no wrong value. They do not begin with more than `most` wrong values.
     """
     layers, structure = jax.tree.flatten(functions)
     numbers = jnp.concatenate([layer.ravel() for layer in layers])

@@ -143,7 +143,8 @@ class TrainingConfig:
         raise NotImplementedError
 
     def data_checksum(self, dataset: Dataset) -> str | None:
-        """Return a checksum of the data of `load`. A run resumes only with an equal checksum, or None without data."""
+        """Return a checksum of the data that `load` returns, or None without data. A run resumes only with
+        an equal checksum."""
         return checksum(*dataset[:4])
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:

@@ -109,8 +109,8 @@ class ImageConfig(TrainingConfig):
         }
 
     def recipe(self, dataset: DatasetName) -> dict[str, Any]:
-        """Return the default settings that the data do not determine. They are for a dataset, or for other data about
-        as large."""
+        """Return the default settings that the data do not determine. They suit `dataset`, and other data about as
+        large."""
         return RECIPES[dataset]._asdict()
 
     def data_settings(self, dataset: Dataset) -> dict[str, Any]:

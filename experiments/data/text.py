@@ -71,8 +71,8 @@ def read(path: Path) -> Documents:
 def read_folder(folder: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> Documents:
     """Read the files whose names end in `suffix`, in all subfolders but those named in `left_out`.
 
-    Hidden and empty files are left out. Files with zero bytes, and files that cannot be read, are left out with a
-    warning.
+    Hidden and empty files are left out. Files that contain the byte 0, and files that cannot be read, are left out with
+    a warning.
     """
     documents, refused = {}, []
     for path in _files(folder, suffix, left_out):

@@ -34,7 +34,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def trained(place: str, batch: int, steps: int, dtype: str, implementations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the losses of each implementation, and their largest relative difference from the first's losses."""
+    """Yield each implementation's losses for the model `GPT_WORKLOADS[place]`, and their largest relative difference
+    from the losses of the first implementation."""
     workload, first = gpt_workload(place), None
     arguments = workload.draw(0, batch, dtype)
     for implementation in implementations:

@@ -144,9 +144,10 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Count the collectives and jaxbp's kernels that the text of a compiled program runs, in a loop once per iteration.
+    """Return a dict that counts the collectives, per kind, and jaxbp's kernels in the text of a compiled program.
 
-    `bytes` is the size of the collectives' results. `kernels_meanwhile` counts kernels that run during a collective.
+    Each iteration of a loop counts. `bytes` is the size of the collectives' results. `kernels_meanwhile` counts
+    kernels that run during a collective.
 
     Raises:
       ValueError: a collective or a kernel is in a branch, or in a loop with an unknown number of iterations.

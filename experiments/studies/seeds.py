@@ -77,7 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def trained_in_a_process(task: Task, limit: float) -> dict[str, Any]:
-    """Return the row of a run. A run that dies or hangs loses only its row, which then has the reason."""
+    """Return the row of a run. A run that dies, or takes more than `limit` seconds, loses only its row, which then has
+    the reason."""
     settings, seed = task
     row = {"settings": settings, "seed": seed}
     command = [sys.executable, "-m", PROGRAM, settings, "--only", str(seed)]

@@ -58,7 +58,8 @@ class Part(NamedTuple):
 
 
 class Synthesized(NamedTuple):
-    """`latency` is the number of clock cycles of a circuit with registers, else None."""
+    """Result of `synthesize`. `parts` has the parts "gates", "votes", and "circuit". `latency` is the number of clock
+    cycles of a circuit with registers, else None."""
 
     latency: int | None
     parts: dict[str, Part]
@@ -72,10 +73,10 @@ def synthesize(
     registers: int | None = None,
     timeout: float | None = None,
 ) -> Synthesized:
-    """Count the tables and registers of the gates, of the votes, and of the whole circuit.
+    """Count the tables and registers of the gates, of the votes (the choice of the class), and of the whole circuit.
 
-    Yosys maps each module separately, so that the tables of the gates and of the votes add up. The mapped circuit
-    between registers is written as `timed.json`.
+    Yosys maps each module separately, so that the tables of the gates and of the votes add up. It writes the mapped
+    `timed_module` to `timed.json` in `folder`. `registers` is as in `netlist.to_verilog`.
     """
     circuit = netlist.to_verilog(classes=classes, registers=registers)
     (folder / "circuit.v").write_text(circuit + timed_module(netlist, classes, clocked=registers is not None))

@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires between logic gates, equal for all random keys. `create` makes them from the fields of a subclass."""
+    """Argument with wires of gates, equal for all keys of `draw`. `create` makes them from a subclass's fields."""
 
     shape: ClassVar[tuple[()]] = ()
     create: ClassVar[Callable]
@@ -168,7 +168,8 @@ def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Cas
 
 
 def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """Return cases of the shapes of images x, filters w, convolution z, and pool y in LeNet's two blocks."""
+    """Return the cases `{name}1` and `{name}2`, which `of(x, w, z, y)` makes from the shapes of images x, filters w,
+    convolution z, and pool y in LeNet's two blocks."""
     blocks = (
         ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
         ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),

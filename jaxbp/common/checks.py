@@ -202,8 +202,8 @@ def integers(op: str, name: str, a: Any, hint: str = "") -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes, or to
-    `shapes[0]` if there is none."""
+    """Return `where` as an array, or None. It must broadcast to the first of the `shapes` with as many axes as `where`,
+    or to `shapes[0]` if there is none."""
     if where is None:
         return None
     where = array(op, "where", where)

@@ -131,7 +131,8 @@ class LogicEstimator(BaseEstimator):
                 raise ValueError(f"{op}: {name} is {value!r}; wants {wanted}")
 
     def checked(self, X: Any, y: Any, sample_weight: Any, reset: bool, numeric: bool) -> tuple[np.ndarray, ...]:
-        """Return the rows with a weight above 0, their targets, and their weights."""
+        """Return the rows with a weight above 0, their targets, and their weights. With `reset`, also set the
+        attributes that describe the features. With `numeric`, the targets are numbers."""
         op, options = type(self).__name__, self._check_options
         if columns.is_frame(X) and y is not None:
             validate_data(self, X, skip_check_array=True, reset=reset)
@@ -178,7 +179,7 @@ class LogicEstimator(BaseEstimator):
         weights: Float[np.ndarray, " rows"],
         once: bool = False,
     ) -> None:
-        """Train for `epochs`, or with `once` for one pass over the rows. Set the circuit and the attributes of it."""
+        """Train for `epochs`, or with `once` for one pass over the rows. Set `circuit_` and `n_iter_`."""
         network = self.network(self.groups_)
         made = program(network, self.batch_size)
         examples = Examples.merged(self.quantizer_(rows), targets, weights)

@@ -23,7 +23,8 @@ INPUTS_PER_FEATURE = 8
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class TableEstimator(LogicEstimator):
-    """Base of the estimators for tables. The inputs of the network are the bits and copies of bits, in random order."""
+    """Base of the estimators for tables. The inputs of the network are the bits of `quantizer_` and copies of them, in
+    random order."""
 
     def network(self, groups: int) -> Network:
         inputs, last = len(self._sources()), groups * self.gates

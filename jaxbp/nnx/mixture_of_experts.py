@@ -26,7 +26,8 @@ def _select(x, order, inverse, *, copies):
 
 
 def _select_gradient(dy, order, inverse, *, copies):
-    """Sum the rows that are copies of one row. `inverse` finds them, so that no gradient is scattered."""
+    """Return dx: for each row of x, the sum of the rows of dy for its `copies` copies. The permutation `inverse`
+    gathers them, so that no gradient is scattered."""
     rows = upcast(dy[inverse]).reshape(-1, copies, *dy.shape[1:])
     return jnp.sum(rows, axis=1).astype(dy.dtype), None, None
 

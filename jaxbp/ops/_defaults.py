@@ -22,9 +22,9 @@ AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff"
 
 
 def in_float32(default: DefaultImplementation) -> Callable[..., DefaultImplementation]:
-    """Return `default`, which was measured in float32, but the formula for half precision.
+    """Return a function of an op's arguments that returns `default`, but the formula if they are in half precision.
 
-    In half precision, autodiff may round gradients more often than the formula.
+    `default` was measured in float32. In half precision, autodiff may round gradients more often than the formula.
     """
 
     def choose(*arrays, **options):
@@ -35,7 +35,8 @@ def in_float32(default: DefaultImplementation) -> Callable[..., DefaultImplement
 
 
 def kernel_in_half(*arrays: Any, **options: Any) -> DefaultImplementation:
-    """Return the default of ops whose formula takes longer than its reads and writes in half precision."""
+    """Return the kernel as the default on a GPU in half precision, else the formula. The kernel is for ops whose
+    formula takes longer than its reads and writes in half precision."""
     dtype = jax.tree.leaves(arrays)[0].dtype
     return XLA_ON_GPU if dtype == numerics.wide(dtype) else DefaultImplementation()
 

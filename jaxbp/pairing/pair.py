@@ -337,7 +337,8 @@ def _mismatch(op: str, name: str, kind: _Leaf, gradient: Any, dtype: np.dtype, i
 
 
 def _identity(name: str, evaluate: Callable | None = None, batch: Callable | None = None) -> Primitive:
-    """Return a primitive whose results are its arguments. `evaluate` replaces its evaluation and its lowering."""
+    """Return a primitive whose results are its arguments. `evaluate` replaces its evaluation and its lowering, and
+    `batch` its batching rule."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(evaluate or (lambda *arrays, **_: list(arrays)))

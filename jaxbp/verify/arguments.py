@@ -147,7 +147,8 @@ def takes_implementation(function: Callable) -> bool:
 
 @contextlib.contextmanager
 def tracers_explained(caller: str, function: Callable) -> Iterator[None]:
-    """Name the function in JAX's errors on tracers at wrong places."""
+    """Return a context that turns JAX's `UnexpectedTracerError` into a TypeError with `caller`, `function`, and the
+    reason."""
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:

@@ -111,9 +111,11 @@ def compare(
 
 
 def _derivatives(function: Callable, chosen: Sequence[int]) -> Mapping[str, Sequence[Callable]]:
-    """Return, for each kind of result, functions of arguments, cotangents, and a direction of the chosen arguments.
+    """Return, for each kind of result, functions of (arguments, cotangents, direction).
 
-    `function` maps a list of arrays to results. The first of two functions uses forward mode.
+    The kinds are "value", "gradient", "both" (without a direction), and "hessian product" (in forward mode, then in
+    reverse mode). `function` maps a list of arrays to results. Derivatives are with respect to the arguments with
+    indices `chosen`.
     """
 
     def of_chosen(leaves):
@@ -140,8 +142,9 @@ def _derivatives(function: Callable, chosen: Sequence[int]) -> Mapping[str, Sequ
 def _measure(implementation, functions, data, second_order, seconds, programs, may_fail):
     """Return the costs of one implementation, and a dict from kinds of results to arrays.
 
-    `functions` are from `_derivatives`. `programs` maps the texts of programs to implementations, to find identical
-    programs.
+    `functions` are from `_derivatives`, and `data` are their arguments. `second_order` adds the Hessian product.
+    `seconds` is as in `compare`. `programs` maps the texts of programs to implementations, to find identical programs.
+    With `may_fail`, errors are recorded, not raised.
     """
     (gradients,), one, results = functions["both"], Measured(implementation), {}
     try:
@@ -208,7 +211,7 @@ def _difference_from(results, functions, data, chosen, tolerance):
 
     @functools.cache
     def nearby(kind):
-        """Compute near the data, where ties are broken."""
+        """Return the results of `compute(kind, ...)` for several arguments near the data, where ties are broken."""
         random, found = generator(2), []
         for _ in range(NEIGHBORS):
             leaves = list(data[0])
@@ -219,7 +222,8 @@ def _difference_from(results, functions, data, chosen, tolerance):
         return found
 
     def mistakes(kind, i, a, reference):
-        """Return a mask of the wrong elements of `a`, and the expected array."""
+        """Return a mask of the wrong elements of `a`, and the expected array: `reference`, or if `a` differs from it,
+        the array computed in float64. Both are array i of the results of this kind, such as "gradient"."""
         wrong = ~close(a, reference, tolerance)
         try:
             e = in_float64(kind)[i] if wrong.any() else reference

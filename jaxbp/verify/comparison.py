@@ -122,7 +122,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, one in `measured` per implementation, first the reference."""
+    """The findings of `compare`. `measured` has one entry per implementation, first the reference."""
 
     function: str
     device: str
@@ -154,7 +154,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page. `before` and `after` are HTML around the comparison."""
+        """Return an HTML page. `notes` follow the device. `before` and `after` are HTML around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         title = escape(f"{self.function}: {names}")
         lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in self.verdict)

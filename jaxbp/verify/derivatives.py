@@ -66,8 +66,9 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results, gradients, and higher derivatives of a function, as compiled programs.
 
-    `modes` lists the modes to try, in order, to differentiate gradients: forward (False) or reverse (True). `primal` is
-    as in `value_and_gradients`. `of_higher` has options of `jit` for orders above 1.
+    `modes` lists the modes to try, in order, to differentiate gradients: forward (False) or reverse (True). `transform`
+    changes each function before `jit`. `primal` is as in `value_and_gradients`. `of_higher` has options of `jit` for
+    orders above 1.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Derivatives:
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return what `derivative` returns."""
+        """Return `derivative(function, order)(values, cotangents, directions)`, in the first mode that JAX supports."""
         if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             cotangents = [np.asarray(c) * (1 + np.asarray(a)) for c, a in zip(cotangents, y, strict=True)]

@@ -204,8 +204,8 @@ def lifted(function: Callable, trace: Trace = traced) -> Callable:
 
 
 def traced_in(values: Sequence[np.dtype], cotangents: Sequence[np.dtype]) -> Trace:
-    """Trace functions of values, cotangents, and directions in these dtypes, in the current 64-bit mode. Other arrays,
-    such as integers, keep their dtypes."""
+    """Return a `trace` for functions of values, cotangents, and directions, which traces them in these dtypes, in the
+    current 64-bit mode. Other arrays, such as integers, keep their dtypes."""
     mode = jax.config.jax_enable_x64
 
     def trace(function, args):
@@ -346,7 +346,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _with_rounding(function, args):
-    """Return a function that runs `function(*args)`, and replaces each rounded number y by
+    """Return a function of `change` that runs `function(*args)`, and replaces each rounded number y by
     `change(equation, operands, y)`."""
     program, leaves = jax.make_jaxpr(function)(*args), [jnp.asarray(a) for a in jax.tree.leaves(args)]
 

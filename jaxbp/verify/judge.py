@@ -150,7 +150,9 @@ class Judge:
             return None
 
     def _decided(self, point, expected, i, dtype, a, e):
-        """Return two masks: the elements to compare, and the elements whose expected number is unknown."""
+        """Return two masks: the elements to compare, and the elements whose expected number is unknown. `a` is array i
+        of the results or gradients, and `e` has its expected numbers. `dtype` names the dtype whose tolerance
+        applies."""
         # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self._convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
@@ -264,8 +266,8 @@ class Judge:
 
         @functools.cache
         def kinks():
-            """Return a mask of the elements whose errors kinks excuse, the sentence, and the slopes at a kink that does
-            not excuse an error, if any."""
+            """Return a mask of the elements whose errors kinks excuse, the reason as text, and text with the slopes at
+            a kink that does not excuse an error, or None if there is none."""
             reach, limit = ROUNDINGS * float(jnp.finfo(dtype).eps), allowed(e, tolerance)
             near, hair = around(reach)[1], around(KINK_RTOL)[1]
             here = np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]
@@ -288,8 +290,8 @@ class Judge:
         def near_ties(wrong):
             """Excuse elements that rounding explains.
 
-            Each of several parts of dy keeps some elements; the others are 0. For each part, the gradient by `checked`
-            must lie within the range of the reference's gradients with random rounding errors.
+            Divide the elements of dy into parts. For each part, set all other elements to 0. The gradient by `checked`
+            must then lie within the range of the reference's gradients with random rounding errors.
             """
             if order > 1 or kinks()[2] is None:
                 return np.zeros(a.shape, bool), ""
@@ -330,9 +332,10 @@ class Judge:
 def is_as_exact(
     a: np.ndarray, e: np.ndarray, autodiff: np.ndarray, held: Any, tolerance: Tolerance, error: Callable[[], float]
 ) -> np.ndarray:
-    """Return a mask of the elements of `a` that `ALLOWED` times autodiff's rounding error `error()` explains.
+    """Return a mask of the elements of `a` that differ from the expected `e` by at most the tolerance plus `ALLOWED`
+    times autodiff's rounding error `error()`.
 
-    The mask is empty if `a` differs from `e` by a factor, but `autodiff` does not.
+    It is False everywhere if, in the mask `held`, `a` differs from `e` by a factor, but `autodiff` does not.
     """
     compared = held & np.isfinite(a) & np.isfinite(e)
     if compared.sum() >= FACTOR_ELEMENTS and np.isfinite(autodiff[compared]).all() and e[compared].any():
@@ -344,7 +347,8 @@ def is_as_exact(
 
 
 def is_between(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of the elements of `a` in the range of the arrays `found`, if sums along each axis are, too."""
+    """Return a mask of the elements of `a` in the range of the arrays `found`, widened by `limit`. The sum along each
+    axis through such an element must be in the range of the sums of `found`, too."""
     inside = (a >= found.min(axis=0) - limit) & (a <= found.max(axis=0) + limit)
     return inside & _sums_are_right(a, found, limit)
 

@@ -122,8 +122,8 @@ def points(
 
 
 def grid(own: Point, names: Collection[str]) -> list[Point]:
-    """Return one point per index of the nested levels of `vmap` in `names`. Arguments differ along the levels that map
-    them."""
+    """Return one changed copy of `own` per index of the nested `vmap`s in `names` (see `LEVELS`). Arguments differ
+    along the levels that map them."""
     found = []
     for index in itertools.product(*map(range, sizes_of(names))):
         first, rest, dy = (

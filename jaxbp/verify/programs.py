@@ -77,7 +77,7 @@ class Programs:
         return True
 
     def in_dtypes(self, point: Point) -> tuple[list, list, list]:
-        """Return the arrays of a point in the dtypes of the arguments and of the results."""
+        """Return a point's values, cotangents, and directions, in the dtypes of the arguments and of the results."""
 
         def converted(arrays, dtypes):
             return [a.astype(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
@@ -140,7 +140,7 @@ class Programs:
             run = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
 
         def on_grid(arrays, kind):
-            """Return one array with an axis per level that maps arrays of this kind (see `LEVELS`)."""
+            """Return the points' arrays as one array, with an axis per level in `names` with `LEVELS[level][kind]`."""
             grid = np.stack(arrays).reshape(*sizes_of(names), *arrays[0].shape)
             return grid[tuple(slice(None) if name in names and LEVELS[name][kind] else 0 for name in LEVELS)]
 
@@ -155,7 +155,8 @@ class Programs:
     def of_integers(self, transform: Callable = lambda program: program) -> Callable:
         """Return a compiled function of `(values, cotangents, integers)`, which returns results and gradients.
 
-        `integers` replaces the arguments that are not floating.
+        `integers` replaces the arguments that are not floating. `transform` changes the function of `(values,
+        cotangents)` before it is compiled.
         """
 
         def run(values, cotangents, integers):

@@ -137,7 +137,8 @@ class Reference:
             self._transform = transform
 
     def _less_precise(self, *dtypes: np.dtype) -> np.dtype | None:
-        """Return the dtype in which the forward computes if it is less precise than its arguments, in `dtypes`."""
+        """Return the least precise dtype in which the forward computes, or None if an argument is not more precise.
+        `dtypes` are the arguments' dtypes."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._arguments, dtypes, strict=True)]
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         try:
@@ -156,7 +157,8 @@ class Reference:
         return in_float64(self._of_plain, order, *_arrays(point))
 
     def at_integers(self, programs: Any, point: Point, integers: Sequence[Any]) -> Arrays:
-        """Return the results and the gradients of JAX's autodiff, which `programs` has, at other integers."""
+        """Return the results and gradients of `programs`, which use JAX's autodiff, at `point` in float64, with
+        `integers` instead of the arguments that are not floating."""
         if self._at_integers is None:
             self._at_integers = programs.of_integers(self._transform)
         return in_float64(self._at_integers, *_arrays(point)[:2], integers)
@@ -238,7 +240,7 @@ class Reference:
         return np.full(a.size, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def higher(self, order: int, point: Point) -> Expected:
-        """Return the second or third derivative by autodiff, checked by finite differences of the next lower order."""
+        """Return the second or third derivative by autodiff, checked by finite differences of the lower derivative."""
         autodiff, lower = self.derivative(order, point), functools.partial(self._derivatives.with_square, order - 1)
         values, *others = _arrays(point)
         if self._stops:

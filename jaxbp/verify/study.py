@@ -108,7 +108,8 @@ class Study:
         return Programs(self.op, self.arguments, self.options, implementation)
 
     def _expected(self, own, points):
-        """Return pairs of a point and its `Expected`, and triples of a point, an order, and the reference's error."""
+        """Return pairs of a point and a tuple of `Expected`, and for each failure of the reference a triple of the
+        point, the order, and the error. `own` is the user's data. `points` are rounded, and begin with it."""
         own_rounded, *added = points
         first_orders = functools.cache(lambda: self.reference.first_orders(own_rounded, self.steps, self.most))
         tasks = [(own_rounded, 1, first_orders)]
@@ -179,7 +180,8 @@ class Study:
         return rows
 
     def _broken_rule(self, programs, own):
-        """Return the mistake if the gradients cannot be traced or have other dtypes than the arguments, else None."""
+        """Return the mistake if the gradients of `programs` cannot be traced or have other dtypes than the arguments,
+        else None. `own` is the point with the user's data."""
         try:
             gradients = programs.gradient_shapes(own)
         except (NotImplementedError, jax.errors.UnexpectedTracerError):
@@ -293,9 +295,10 @@ class Study:
         return rows or [self._row(programs, "ok", data=name, against="jit", elements=elements)]
 
     def _with_other_integers(self, programs, own, integers):
-        """Compare results and gradients at other integers with autodiff. All integers share one program.
+        """Compare results and gradients with autodiff for other integer arguments. Return the rows of the check.
 
-        If a number differs, a study with these integers decides.
+        `own` is the point with the user's data. `integers` has pairs of a name and the changed integer arguments. All
+        integers share one program. If a number differs, a `Study` with these integers decides.
         """
         rows, run, (values, cotangents, _) = [], programs.of_integers(), programs.in_dtypes(own)
         for name, changed in integers:

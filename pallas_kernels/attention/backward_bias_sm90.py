@@ -40,7 +40,7 @@ _CONSUMERS = 2
 
 
 class Config(NamedTuple):
-    """Tiles of 128 queries and `keys` keys, and `stages` of them. `parts` CTAs divide the sum of each tile."""
+    """Tiles of 128 queries and `keys` keys, in a ring of `stages` tiles. `parts` CTAs divide the sum of each tile."""
 
     keys: int
     stages: int

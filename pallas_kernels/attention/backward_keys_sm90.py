@@ -46,8 +46,9 @@ _BUFFERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 keys, or of 64 if the consumers' roles are `divided`, and `queries` queries, `stages` of queries and
-    do, and `key_stages` of keys and values. With one of these, each CTA computes one tile of keys."""
+    """Tiles have `queries` queries and 128 keys, or 64 keys if the consumers' roles are `divided`. Shared memory holds
+    `stages` tiles of queries and of do, and `key_stages` tiles of keys and of values. If `key_stages` is 1, each CTA
+    computes one tile of keys."""
 
     queries: int = 64
     stages: int = 2
@@ -119,7 +120,8 @@ def backward_keys(
         ring = Ring(config.stages, copy, loaded, free=free)
 
         def for_each_visit(row, visit):
-            """Call `visit(step, query head, tile, masked)` for each query head of the group, and each tile."""
+            """Call `visit(step, query head, tile, masked)` for each query head that reads the row's key head, and each
+            tile of queries that the row visits. `step` is the number of the CTA's earlier visits."""
 
             def visit_head(member, _):
                 def visit_tile(i, _):

@@ -168,9 +168,10 @@ def rows_of(
     last_first: bool,
     persistent: bool,
 ) -> Rows:
-    """Return the order for `shape`, of which `shared` consecutive heads read the same `streamed_bytes`.
+    """Return the order for `shape`, with a width for which the data of `width` heads fits into half of the L2 cache.
 
-    With known masks and `persistent`, each multiprocessor has one CTA.
+    Each group of `shared` consecutive heads reads the same data, `streamed_bytes` bytes. If `persistent`, and JAX knows
+    the masks when it traces, each multiprocessor has one CTA.
     """
     batch, heads, tiles = shape
     most = max(1, device.target().l2_bytes // 2 // streamed_bytes) * shared
@@ -182,7 +183,8 @@ def rows_of(
 
 
 def _balanced(counts):
-    """Return a schedule in which each row goes to the CTA that is free first."""
+    """Return a `Rows.schedule` in which each row goes to the CTA that is free first. `counts` has each row's number of
+    tiles."""
     ctas = [(0, cta) for cta in range(min(len(counts), device.target().multiprocessors))]
     positions = [[] for _ in ctas]
     for position, count in enumerate(counts.tolist()):

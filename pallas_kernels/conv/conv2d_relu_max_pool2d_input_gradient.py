@@ -44,9 +44,10 @@ def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, i
 
 
 def _parts(columns, cells, Q, G, S):
-    """Return a dict (cells, windows) -> groups of cells, for rows of `columns` cells that are divided into groups of up
-    to `cells` adjacent cells. `windows` are the columns of the pooling windows that contribute to a group, relative to
-    its first cell. Q, G, and S are the widths of the pooled output, a filter, and a pooling window."""
+    """Return a dict that maps (number of cells, windows) to the indices of the groups with these. Rows of `columns`
+    cells are divided into groups of up to `cells` adjacent cells. `windows` are the columns of the pooling windows that
+    contribute to a group, relative to its first cell. Q, G, and S are the widths of the pooled output, a filter, and a
+    pooling window."""
     parts = {}
     for group, first in enumerate(range(0, columns, cells)):
         last = min(first + cells, columns)
@@ -126,7 +127,8 @@ def input_gradient(
             width, zero = cells * S, zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32))
 
             def maxima_of(q):
-                """Return the indices of maxima in the window q, or -1, which no maximum has, if there is none."""
+                """Return all indices that the maximum of window q may have. If there is no window q, return -1 for
+                each, which no maximum has."""
                 exists = (q >= 0) & (q < Q)
                 return [jnp.where(exists, t, -1) for t in range(R * S)]
 

@@ -90,7 +90,7 @@ _ACCESSES = 4
 
 
 class WindowsConfig(NamedTuple):
-    """A thread computes `accesses` vectors of dx, or that many vectors per row of the window.
+    """A thread computes `accesses` vectors of dx, or with `windows`, `accesses` vectors per row of the window.
 
     Attributes:
       windows: number of adjacent windows that fill a vector, or 0 if a vector need not begin at a window.
@@ -182,7 +182,8 @@ def _scatter_positions(dy, indices, window, shape, channels_last, config):
 
 
 def _launch_vectors(body, dy, indices, shape, width, vectors, config):
-    """Launch `body(dy_ref, index_ref, dx_ref, at)`, where `at` contains one number below `vectors` per thread."""
+    """Launch `body(dy_ref, index_ref, dx_ref, at)`, and return dx in the given `shape`. Each row of a ref is a vector.
+    A row of dx_ref has `width` elements. `at` has the numbers of a CTA's vectors, all below `vectors`."""
     accesses = config.accesses if simulating() is None else -(-vectors // LANES)
     lanes = LANES * accesses
 

@@ -103,9 +103,10 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the indices of the table's rows that at least `_LONG_RUN` tokens select. Such a row's run of sorted tokens
-    contains a position that is a multiple of `_LONG_RUN`. Positions without a new long row yield the
-    number of rows, an invalid index."""
+    """Return the indices of the table's rows that at least `_LONG_RUN` of the `tokens` tokens select. `starts`
+    has the start of each row's run of sorted tokens, and then `tokens`. A long run contains a position that is a
+    multiple of `_LONG_RUN`. The result has one element per multiple: the row if its run is long and this multiple is
+    the first in it, else the number of rows, an invalid index."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

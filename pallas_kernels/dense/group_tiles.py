@@ -38,8 +38,8 @@ def group_ranges(group_sizes: Array, rows: int) -> Array:
 def row_tiles(ranges: Array, rows: int, size: int, alignment: int = 1) -> RowTiles:
     """Return tiles of `size` rows that together have all rows, also those without a group.
 
-    A tile counts only rows of one group, in the range from `start` to `end`, or only rows without a group. Each tile
-    begins at a multiple of `alignment`, which divides `size`, so its first rows may precede the group.
+    Only a tile's rows in the range from `start` to `end` are valid. They have one group, or no group. Each tile begins
+    at a multiple of `alignment`, which divides `size`, so its first rows may precede the group.
 
     Args:
       ranges: as returned by `group_ranges`.

@@ -414,7 +414,7 @@ def multiply(
 
 
 def _two_rows_a_warp(step):
-    """Return the register layout of eight rows of a stage."""
+    """Return the register layout of eight rows of a stage, with `step` elements per row."""
     tiling = plgpu.Tiling(((TILE_ROWS, step), (2, step), (step // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

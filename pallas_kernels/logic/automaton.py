@@ -325,8 +325,9 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
         def seen_by(place, cell, valid):
             """Yield nine pairs of arrays (index, valid), one per position in a neighborhood.
 
-            `dseen_ref[index]` has the gradients of the cells that see the state elements at this position. `valid` is
-            False for padding, and for seeing cells outside of the grid.
+            `dseen_ref[index]` has the gradients of the cells that see the state elements at this position. The yielded
+            `valid` is False for padding, and for seeing cells outside of the grid. `state_elements` returns the
+            arguments.
             """
             channel = place - cell * channels
             for p in range(NEIGHBORS):

@@ -44,11 +44,11 @@ def sums_of_terms(
     at_once: int,
     max_fan_out: int,
 ) -> list[Array]:
-    """Sum, for each pair (first, end) of `ends`, the terms from `first` to `end - 1`, of which there are at most
-    `max_fan_out`.
+    """Return, for each pair (first, end) of `ends`, the sum of the terms from `first` to `end - 1`, of which there are
+    at most `max_fan_out`.
 
-    `terms` maps integers to their terms, vectors as `zeros`. It also gets integers beyond an end, whose terms are not
-    added.
+    `terms` maps a list of integers to their terms, vectors of the shape of `zeros`, the initial sum. It also gets
+    integers beyond an end, whose terms are not added. A step of the loop adds `at_once` terms per pair.
     """
 
     def add(turn, sums):

@@ -385,8 +385,8 @@ def _load_leaves(x_ref, pixels, first, lanes, steps):
 
 
 def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`. `neighbors`
-    lists the columns of `columns_per_turn` adjacent windows."""
+    """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`, each with
+    `columns` windows. `neighbors` lists the columns of `columns_per_turn` adjacent windows. Return the last carry."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

@@ -170,8 +170,8 @@ def gradients(
 def _normalized(
     x_ref: Any, mask_ref: Any, row: Any, vectors: Sequence, hidden: int, epsilon: float, center: bool
 ) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return x̂ of a row as a function of a vector of columns, offset, and inv_std. The mask is 0 in columns that pad
-    the row, else 1."""
+    """Return a row's x̂ (a function of a vector of columns), its offset, and its inv_std. The mask is 0 in columns that
+    pad the row, else 1."""
     first, offset = x_ref[row, 0].astype(jnp.float32), jnp.float32(0)
 
     def deviation(vector):

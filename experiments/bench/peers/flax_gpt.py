@@ -33,7 +33,7 @@ class Block(nnx.Module):
 
 
 class FlaxGPT(nnx.Module):
-    """`jaxbp.nn.GPT` in the forms of `GPT_SIZES`, with the same parameters."""
+    """`jaxbp.nn.GPT` in plain Flax, with the same parameters. It supports the options of GPT in `GPT_SIZES`."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def _published(logits, automaton, state, steps):
 
 
 def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
-    """Compute `jaxbp.automaton_step`."""
+    """Compute `jaxbp.automaton_step`, for the cells where `fires` is True. None means all cells."""
     height, width = state.shape[1:3]
     edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
     padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")

@@ -39,7 +39,7 @@ def report(config: GPTConfig, model: GPT, dataset: Dataset) -> str:
 
 
 def references(train: bytes, validation: bytes) -> dict[str, float]:
-    """Return the bits per byte of the validation text by other methods."""
+    """Return the bits per byte of the validation text by compressors, and by n-grams of the training text."""
     found = {name: 8 * len(compress(validation)) / len(validation) for name, compress in COMPRESSORS.items()}
     return found | {f"order {ORDER}": NGramModel(train, ORDER).bits_per_byte(validation)}
 

@@ -45,7 +45,8 @@ def as_pairs(name: str, layers: Any) -> tuple[Any, ...]:
 
 
 def gates_and_wires(name: str, layer: Any, kind: type) -> Sequence[Any]:
-    """Return a layer, a list or tuple of its gates, its wires of this kind, and options."""
+    """Return `layer`, a list or tuple of gates, wires of class `kind`, and possibly options. If it has another form,
+    raise TypeError, which names it `name`."""
     is_sequence = isinstance(layer, tuple | list)
     if not is_sequence or len(layer) < 2 or not isinstance(layer[1], kind):
         came = f"({', '.join(type(part).__name__ for part in layer)})" if is_sequence else repr(layer)
@@ -153,7 +154,8 @@ def _of_two_inputs(gates: np.ndarray, wires: Wires) -> np.ndarray:
 
 
 def _expand(listed: GateList, tables: np.ndarray, inputs: Sequence[np.ndarray]) -> np.ndarray:
-    """Add gates of two inputs that compute the tables of four inputs. Return the sources of the tables' values."""
+    """Add gates of two inputs to `listed` that compute tables of four inputs. Return the source of each table's value
+    (see `Netlist`). `inputs` has four arrays, one per input, with one source per table."""
     results, order = np.empty(len(tables), int), np.argsort(tables, kind="stable")
     for at in np.split(order, 1 + np.flatnonzero(np.diff(tables[order]))):  # the places of each different table
         expression = expanded(int(tables[at[0]]))

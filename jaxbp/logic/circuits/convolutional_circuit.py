@@ -192,7 +192,8 @@ class Convolution(ByContent):
 
     def _applied(self, x: Array, kernels: Callable, either: Callable, outside: ArrayLike = 0) -> Array:
         """Apply `kernels`, which maps windows `(inputs, rows, columns, ...)` to `(kernels, rows, columns, ...)`, to the
-        padded image, for each convolution window of every pool window. Combine these results by `either`."""
+        image, padded with `outside`, for each convolution window of every pool window. Combine these results by
+        `either`."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         x = pad(x, ((0, 0), *self.padding, *[(0, 0)] * (x.ndim - 3)), constant_values=outside)
         channel, row, column = (position[:, None, None] for position in self._window)
@@ -201,7 +202,7 @@ class Convolution(ByContent):
         return functools.reduce(either, (kernels(x[channel, row + u, column + v]) for u, v in self.pooled))
 
     def rows(self, first: int) -> Int[np.ndarray, "channels height width"]:
-        """Return the memory row of each pixel in C code, if the padded image begins in row `first`."""
+        """Return the row of the C function's memory for each pixel, if the padded image begins in row `first`."""
         (_, height, width), ((top, _), (left, _)) = self.shape, self.padding
         padded = first + np.arange(math.prod(self.padded_shape)).reshape(self.padded_shape)
         return padded[:, top : top + height, left : left + width]

@@ -51,7 +51,8 @@ def _with(table: int, v: int, bit: int) -> int:
 
 
 def _selections(table: int, inputs: list[int]) -> Iterator[tuple[Any, int, int]]:
-    """Yield the bits, expressions of one or two inputs, that select between two tables of the other inputs."""
+    """Yield (s, f0, f1). The bit s, an expression of one or two `inputs`, selects between the tables f0 (for 0) and f1
+    (for 1) of the other inputs."""
     for v in inputs:
         yield v, _with(table, v, 0), _with(table, v, 1)
     for u, v in itertools.combinations(inputs, 2):

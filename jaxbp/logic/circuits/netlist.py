@@ -442,8 +442,8 @@ def _runs(*keys: np.ndarray) -> list[np.ndarray]:
 def _checked(
     inputs: Any, gates: Any, a: Any, b: Any, outputs: Any, begins: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arguments as integers. Each gate comes after the gates that it reads. Gates of one group do not
-    read each other. For each gate, `begins` has the first gate of the gate's group."""
+    """Check the arguments, and return them as integers. Each gate must come after the gates that it reads. Gates of one
+    group must not read each other. For each gate, `begins` has the first gate of the gate's group."""
     inputs = bounded_count("Netlist", "inputs", inputs)
     gates, a, b, outputs = map(_integers, ("gates", "a", "b", "outputs"), (gates, a, b, outputs))
     if not gates.size == a.size == b.size:

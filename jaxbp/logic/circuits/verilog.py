@@ -24,7 +24,8 @@ class Pipeline:
         self._register: dict[str, str] = {}
 
     def add(self, name: str, expression: str, *values: str, width: int = 1, levels: int = 1) -> str:
-        """Add the statement `name = expression.format(*values)`. Values that are not in the module are constants."""
+        """Add the statement `name = expression.format(*values)`, and return `name`. Values that are not in the module
+        are constants. The new value's level is `levels` above the greatest level of `values`."""
         level = levels + max((self._level.get(value, 0) for value in values), default=0)
         stage = (level - 1) // self.every if self.every and level else 0
         held = [self.at(value, stage) for value in values]
@@ -118,8 +119,9 @@ def count_module(name: str, bits: int, registers: int | None = None) -> tuple[st
 
 
 def maximum_module(name: str, classes: int, planes: int, digits: int, registers: int | None = None) -> tuple[str, int]:
-    """Return a module whose output `label` is the index of the first maximum of `classes` numbers of `planes` bits, and
-    its latency. A comparison of two numbers is one level."""
+    """Return a module and its latency, the number of registers on each path. The module's output `label`, of `digits`
+    bits, is the index of the first maximum of `classes` numbers of `planes` bits. A comparison of two numbers is one
+    level (see `Pipeline`)."""
     numbers = [(f"votes[{_slice(c, planes)}]", f"{digits}'d{c}") for c in range(classes)]
     pipeline, pairs = Pipeline([number for number, _ in numbers], registers, planes), 0
     while len(numbers) > 1:

@@ -128,7 +128,7 @@ def _as_rows(x):
 
 
 def rows_of_kernels(x: Array) -> Array:
-    """Return x with one row per feature, whose examples are padded as kernels need them."""
+    """Return x as `(features, N)`, where N is the number of examples, padded with zeros to a multiple of 128."""
     return batch_last(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
 
 

@@ -63,7 +63,8 @@ def _leaves(wires, x, stride, pool):
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(dx, leaf, dleaf, places):
-        """Add the gradients of the pixels that `leaf` reads if its tree is at the position `places`."""
+        """Return dx plus `dleaf`, the gradients of the pixels that `leaf` reads. `places` has the row-major position of
+        the leaf's tree in each pooling window, or is None for windows of size 1."""
         if places is not None:
             window = jnp.arange(p * q, dtype=places.dtype).reshape(1, p, 1, q, 1)
             chosen = places[:, None, :, None] == window

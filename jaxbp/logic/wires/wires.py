@@ -220,7 +220,7 @@ def _check_indices(name: str, wires: Any, inputs: int) -> np.ndarray:
 
 
 def bounded_count(op: str, name: str, value: Any, at_least: int = 1) -> int:
-    """Return a number of inputs or gates, twice which must fit into the 32 bits of a wire."""
+    """Return `value`, a number of inputs or gates. It must be below `MAX_SIZE`, because wires have 32 bits."""
     value = checks.count(op, name, value, at_least)
     if value >= MAX_SIZE:
         raise ValueError(f"{op}: {name} is {value}; wants an int below {MAX_SIZE}, because wires have 32 bits")

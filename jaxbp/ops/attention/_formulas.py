@@ -19,7 +19,7 @@ from pallas_kernels.attention.tiles import Masks
 def valid_pairs(keys: Array, bias: Array | None, masks: Masks) -> Array | None:
     """Return whether each pair is valid, as booleans that broadcast to the scores, or None if all pairs are valid.
 
-    `keys` are int32 positions, to which the arrays belong. Without intervals in `masks`, all keys are in them.
+    `keys` has the int32 positions of the keys in `bias` and `masks`. If `masks` has no intervals, they exclude no key.
     """
     conditions = [] if masks.mask is None else [masks.mask]
     if bias is not None:
@@ -38,7 +38,7 @@ def without_unpaired(
     """Set queries, keys, and values to 0 if one of the masks excludes them from all pairs, because a product of 0 and
     NaN would be NaN.
 
-    `intervals_pair_all` is whether the intervals exclude none.
+    `intervals_pair_all` is whether the intervals exclude no query and no key from all pairs.
     """
     of_queries, of_keys = [], []
     if masks.mask is not None:

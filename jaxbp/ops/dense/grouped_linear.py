@@ -94,7 +94,7 @@ def _product(x, w, bias, ranges, *, transposed=False, precision, dtype):
 
 
 def _sums(x, dy, ranges, *, precision):
-    """Return dw and dbias in float32 or wider."""
+    """Return dw and dbias of each group, in float32 or wider. `ranges` is the result of `group_ranges`."""
     tiles, _, rows_of = _tiles(ranges, x, dy)
 
     def visit(sums, tile):

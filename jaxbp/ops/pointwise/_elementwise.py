@@ -83,11 +83,12 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """An element-wise op with a parameter `number`, which is static or a differentiable array of shape ().
+    """An element-wise op with one more parameter, which is a static number or a differentiable array of shape ().
 
     Args:
-      gradient: `gradient(dy, *arrays, number)` returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)` returns each element's term of the number's gradient.
+      number: the name of this parameter.
+      gradient: `gradient(dy, *arrays, value)` returns a tuple with one gradient per array.
+      number_gradient: `number_gradient(dy, *arrays, value)` returns each element's term of the parameter's gradient.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
