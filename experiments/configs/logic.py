@@ -126,8 +126,7 @@ class LogicConfig(GateConfig):
     wiring: Literal["unique", "random", "learned"] | None = None
     """Inputs of gates: pairs without repetition, random, or learned among candidates. None: unique if possible."""
     candidates: int | Literal["all"] | None = None
-    """Candidates per input of a gate, or all inputs of the layer, for wiring learned. None: 16, or fewer in small
-    layers."""
+    """Candidates per input of a gate with learned wires, or all inputs. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
     """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     arity: Arity = 2
