@@ -57,6 +57,7 @@ def _cast_once(formula):
     """Return `formula`, but cast each array in half precision to float32 once. Otherwise, a second derivative would
     round the gradient of each use of the array before it adds them."""
 
+    @functools.wraps(formula)
     def in_float32(*arrays, **options):
         wide = jax.tree.map(numerics.upcast, arrays)
         results = formula(*wide, **options)

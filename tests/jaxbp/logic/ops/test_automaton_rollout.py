@@ -108,7 +108,7 @@ def test_implementations_agree(implementation):
     assert_close(found, (last, want, want), "float32")
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older JAX traces a backward in another context")
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older versions trace a backward in another context")
 def test_the_forward_and_the_backward_trace_the_preparation_for_the_kernels_once(monkeypatch):
     calls = []
     rows = _automaton_kernels.perceived_rows
