@@ -20,9 +20,9 @@ from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 LANES = np.arange(32, dtype=np.uint32)
 ALL = np.uint32(2**32 - 1)
 TERMS = gates.COEFFICIENTS.astype(np.uint32) & 1
-"""The bits c0 to c3 of each function: modulo 2, the coefficients of a relaxed gate are those of the formula above."""
+"""The bits c0 to c3 of each function: the coefficients of a relaxed gate, modulo 2."""
 SPREAD = 100
-"""After so many steps, searches with more wrong cells than the best search continue from its circuit."""
+"""After this number of steps, searches with more wrong cells than the best search continue from its circuit."""
 
 Functions = tuple[Sequence[Array], Sequence[Array]]
 """The numbers of the gates' functions per layer: `(kernels, gates)` in perception, and `(gates,)` in the update."""

@@ -198,6 +198,6 @@ def programs(draw: Callable, entries: Sequence[Entry], on_gpu: bool) -> Program:
     exact = random.random() > 0.2 or dtype != "float32"
     case = draw_case(random, entry)
     has_labels = "cross_entropy" in entry.name and any(getattr(a, "below", None) for a in case.leaves)
-    # A scalar dy is that of all labels, and cannot be 0 for the invalid ones.
+    # A scalar dy belongs to all labels, and cannot be 0 for the invalid ones only.
     invalid_labels = has_labels and bool(case.arguments[0].shape) and random.random() < 0.5
     return Program(entry, case, dtype, implementation, transformation, exact, invalid_labels)

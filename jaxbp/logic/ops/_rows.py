@@ -57,7 +57,7 @@ def rows_of_readers(rows: Array, read: Array, readers: Array, offsets: Array, ma
     a fixed order.
 
     `readers` and `offsets` are as in `pallas_kernels.logic.readers`. On a GPU, the order of a scatter varies, but here
-    each reader reads a copy of its own. If a few rows have most of the readers, the copies would need too much memory,
+    each reader reads another copy. If a few rows have most of the readers, the copies would need too much memory,
     and the order varies.
     """
     if few_have_most(rows.shape[0], readers.size, max_fan_out):
