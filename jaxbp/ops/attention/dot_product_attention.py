@@ -270,7 +270,7 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
 
 
 def _window(op, is_causal, window):
-    """Return how many keys before and after its position a query attends to. None stands for all of them."""
+    """Return how many keys before and after its position a query attends to. None means no limit."""
     is_causal = checks.boolean(op, "is_causal", is_causal)
     if window is None:
         return None, 0 if is_causal else None
