@@ -94,7 +94,7 @@ def backward_keys(
         respect to lse.
       visits: `visited_tiles(masks, keys, config.tile)[1]`, with the number of keys and this function's `config`.
     """
-    batch, keys, heads, head = k.shape
+    _, keys, heads, head = k.shape
     group = q.shape[2] // heads
     queries, rows = config.tile
     tiles = -(-keys // rows)
@@ -261,15 +261,7 @@ def backward_keys(
             order.for_each(consume, program, schedule, visits)
             plgpu.wait_smem_to_gmem(0)
 
-    read = 2 * group * q.shape[1] * head * q.dtype.itemsize
-    order = rows_of(
-        (batch, heads, tiles),
-        visits,
-        1,
-        read,
-        last_first=False,
-        persistent=config.key_stages > 1,
-    )
+    order = rows_of(k, q, tiles, visits, last_first=False, persistent=config.key_stages > 1)
     q, k, v, do = map(aligned, (q, k, v, do))
     stages = tile_memory((config.stages, queries, head), q.dtype)
     own, vectors = (

@@ -86,7 +86,7 @@ def backward_queries(
       do, lse, delta: as in `backward_keys_sm90.backward_keys`.
       visits: `visited_tiles(masks, keys, config.tile)[0]`, with the number of keys and this function's `config`.
     """
-    batch, queries, heads, head = q.shape
+    _, queries, heads, head = q.shape
     group = heads // k.shape[2]
     rows, keys = config.tile
     tiles = -(-queries // rows)
@@ -189,14 +189,7 @@ def backward_queries(
             order.for_each(consume, program, schedule, visits)
             plgpu.wait_smem_to_gmem(0)
 
-    order = rows_of(
-        (batch, heads, tiles),
-        visits,
-        group,
-        2 * k.shape[1] * head * k.dtype.itemsize,
-        last_first=True,
-        persistent=config.query_stages > 1,
-    )
+    order = rows_of(q, k, tiles, visits, last_first=True, persistent=config.query_stages > 1)
     q, k, v, do = map(aligned, (q, k, v, do))
     own = tile_memory((config.query_stages, rows, head), q.dtype)
     dq = launch(

@@ -197,14 +197,7 @@ def forward(
             pl.when(warpgroup == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
-    order = rows_of(
-        (batch, heads, tiles),
-        visits,
-        group,
-        2 * k.shape[1] * head * k.dtype.itemsize,
-        last_first=True,
-        persistent=config.query_stages > 1,
-    )
+    order = rows_of(q, k, tiles, visits, last_first=True, persistent=config.query_stages > 1)
     q, k, v = map(aligned, (q, k, v))
     stages = tile_memory((config.stages, keys, head), q.dtype)
     loaded = plgpu.Barrier(num_barriers=config.stages)

@@ -159,22 +159,16 @@ class Rows(NamedTuple):
             lax.fori_loop(0, schedule[program, 0], compute_next, (schedule[program, 1], jnp.int32(0)))
 
 
-def rows_of(
-    shape: tuple[int, int, int],
-    visits: Visits,
-    shared: int,
-    streamed_bytes: int,
-    *,
-    last_first: bool,
-    persistent: bool,
-) -> Rows:
-    """Return the order for `shape`, with a width for which the data of `width` heads fits into half of the L2 cache.
+def rows_of(own: Array, read: Array, tiles: int, visits: Visits, *, last_first: bool, persistent: bool) -> Rows:
+    """Return the order for `tiles` rows of each head of `own`, which read two arrays of the shape of `read`. In the L2
+    cache, half of the space is enough for the arrays that `width` heads read.
 
-    Each group of `shared` consecutive heads reads the same data, `streamed_bytes` bytes. If `persistent`, and JAX knows
-    the masks when it traces, each multiprocessor has one CTA.
+    If `persistent`, and JAX knows the masks when it traces, each multiprocessor has one CTA.
     """
-    batch, heads, tiles = shape
-    most = max(1, device.target().l2_bytes // 2 // streamed_bytes) * shared
+    (batch, _, heads, head), (_, length, heads_read, _) = own.shape, read.shape
+    shape, fewer_heads = (batch, heads, tiles), min(heads, heads_read)
+    bytes_read = 2 * heads_read // fewer_heads * length * head * read.dtype.itemsize
+    most = max(1, device.target().l2_bytes // 2 // bytes_read) * (heads // fewer_heads)
     rows = Rows(shape, largest_divisor(batch * heads, most), last_first)
     if not (persistent and isinstance(visits.counts, np.ndarray) and math.prod(shape) <= MOST_CONSTANTS):
         return rows

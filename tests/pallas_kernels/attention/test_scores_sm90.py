@@ -74,15 +74,19 @@ def test_the_kernels_lower_in_64_bit_mode(on_hopper):
     assert all(f"attention_{name}" in program for name in names)
 
 
+def rows_of(batch, heads, tiles, visits, persistent):
+    own = jax.ShapeDtypeStruct((batch, 8192, heads, 64), "float16")
+    return scores_sm90.rows_of(own, own, tiles, visits, last_first=True, persistent=persistent)
+
+
 @pytest.mark.parametrize("heads", [(4, 16), (32, 12)])
 def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, on_hopper):
     counts = np.arange(1, 17, dtype=np.int32)[None]
-    shape = *heads, counts.shape[1]
     visits = Visits(np.zeros((1, 16, 16), np.int32), counts)
-    rows = scores_sm90.rows_of(shape, visits, 1, 2**20, last_first=True, persistent=True)
+    rows = rows_of(*heads, 16, visits, persistent=True)
     of_cta = [row[1 : row[0] + 1] for row in rows.schedule]
     positions = np.concatenate(of_cta)
-    np.testing.assert_array_equal(np.sort(positions), np.arange(math.prod(shape)))
+    np.testing.assert_array_equal(np.sort(positions), np.arange(math.prod(rows.shape)))
     batches, of_batch, indices = rows.at(positions)
     assert len({*zip(batches.tolist(), of_batch.tolist(), indices.tolist(), strict=True)}) == len(positions)
     tiles = [counts[0, rows.at(p)[2]].sum() for p in of_cta]
@@ -90,7 +94,7 @@ def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, on
 
 
 def test_rows_of_masks_that_are_not_known_have_no_schedule():
-    of = functools.partial(scores_sm90.rows_of, (2, 3, 4), shared=1, streamed_bytes=1, last_first=False)
+    of = functools.partial(rows_of, 2, 3, 4)
     known, traced = (Visits(np.zeros((1, 4, 4), np.int32), array([[1, 2, 3, 4]])) for array in (np.array, jnp.array))
     assert of(known, persistent=False).programs == of(traced, persistent=True).programs == 24
     assert of(known, persistent=True).schedule is not None
