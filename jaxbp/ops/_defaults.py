@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -31,6 +32,13 @@ def in_float32(default: DefaultImplementation) -> Callable[..., DefaultImplement
         return default if dtype == numerics.wide(dtype) else XLA_ON_GPU
 
     return choose
+
+
+def kernel_in_half(*arrays: Any, **options: Any) -> DefaultImplementation:
+    """Return the kernel as the default on a GPU in half precision, else the formula. The kernel is for ops whose
+    formula takes longer than its reads and writes in half precision."""
+    dtype = jax.tree.leaves(arrays)[0].dtype
+    return XLA_ON_GPU if dtype == numerics.wide(dtype) else DefaultImplementation()
 
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)

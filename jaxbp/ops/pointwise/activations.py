@@ -16,7 +16,7 @@ from jaxbp.common import barriers, checks
 from jaxbp.common.cases import APART, BATCH, SMOOTH, block_cases, case_of, hidden_entries, pair_entries
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
-from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, xla_and_pallas
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair, kernel_in_half, xla_and_pallas
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation, in_dtypes_of
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -160,7 +160,14 @@ def _mish_gradient(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", _gelu, gelu_gradient, in_kernels=_gelu_gradient_in_kernels)
+_GELU = Elementwise(
+    "gelu",
+    _gelu,
+    gelu_gradient,
+    in_kernels=_gelu_gradient_in_kernels,
+    default=kernel_in_half,
+    default_vjp=kernel_in_half,
+)
 _SILU = Elementwise("silu", saturating(jax.nn.silu), silu_gradient)
 _MISH = Elementwise("mish", saturating(jax.nn.mish), _mish_gradient)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
