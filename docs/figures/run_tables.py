@@ -178,7 +178,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cells of runs with the same settings, by heading."""
+    """Return one line of a table, as a dict from headings to cells. `rows` are runs with the same settings."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 

@@ -62,7 +62,8 @@ def selected(cases: Sequence[str], batch_last: bool = False, forward: bool = Fal
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Map the first workload per module of ops and per kind of training step to the middle one of its batch sizes."""
+    """Select one workload per module of ops, and one per kind of training step: the first. Return a dict from these
+    workloads to the middle one of their batch sizes."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}

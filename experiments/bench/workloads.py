@@ -248,7 +248,7 @@ def _gate_operations(case: Case, forward: bool, backward: bool, batch: int) -> i
 
 
 def forward_only(op: Callable) -> Callable:
-    """Return a function `(arrays, no cotangents) -> results`."""
+    """Return a function `(arrays, cotangents) -> results`, which ignores the cotangents."""
     return lambda arrays, _: op(*arrays)
 
 

@@ -58,7 +58,7 @@ def write_page(
 
     Args:
       fire_rate: the probability that a cell updates in a tick.
-      visible: the number of leading channels to show. None: the target's, or 1.
+      visible: the number of leading channels to show. None: the channels of the target, or 1 without a target.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])

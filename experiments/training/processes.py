@@ -1,8 +1,8 @@
 """Train one model in several processes: see docs/many_devices.md. Process 0 runs JAX's coordinator.
 
-Each other process connects to process 0 at the port after the coordinator's. In one line, it sends its number, the
-number of processes, and the SHA-256 of a secret token. Process 0 answers with the settings of the run. The connection
-stays open, and closes when a process ends.
+Each other process connects to process 0 at the port after the port of the coordinator. In one line, it sends its
+number, the number of processes, and the SHA-256 of a secret token. Process 0 answers with the settings of the run. The
+connection stays open, and closes when a process ends.
 """
 
 import argparse
@@ -194,7 +194,8 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def _meet_over(links, arrived, is_first):
-    """Process 0 answers when all others have said that they are here."""
+    """Wait until every process calls this function. The others send `HERE` to process 0, which answers when it has all
+    messages."""
     if not is_first:
         links[0].sendall(HERE)
     missing, deadline, has_said = set(links), time.monotonic() + START_SECONDS, False

@@ -50,8 +50,8 @@ class TableEstimator(LogicEstimator):
         return np.resize(np.random.default_rng(self._seed).permutation(sources), padded(sources.size, LEAST_INPUTS))
 
     def _copies(self) -> Int[np.ndarray, " bits"]:
-        """Return the number of inputs per bit. Gates could not give a feature of one bit the weight that it needs, if
-        it had only one input."""
+        """Return the number of inputs per bit. If a feature of one bit had only one input, gates could not give it the
+        weight that it needs."""
         groups = np.stack([self.quantizer_.features, self.quantizer_.kinds])
         _, group, bits = np.unique(groups, axis=1, return_inverse=True, return_counts=True)
         return -(-INPUTS_PER_FEATURE // bits)[group.ravel()]
@@ -80,8 +80,8 @@ class Classifier(ClassifierMixin, LogicEstimator):
     """Base of the classifiers. A row's score for a class is the number of outputs of the class that are on."""
 
     tau: float = 20.0
-    """Divisor of the scores, whose softmax are the probabilities. A larger number fits the training rows less
-    closely."""
+    """Divisor of the scores. The probabilities are the softmax of the quotients. A larger number fits the training rows
+    less closely."""
     class_weight: Mapping[Any, float] | Literal["balanced"] | None = None
     """Weights of the classes, by class. "balanced" gives all classes the same total weight."""
 

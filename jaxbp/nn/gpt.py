@@ -148,7 +148,7 @@ class GPTBlock(nnx.Module):
 
 
 def _normalized_linear(norm: LayerNorm | RMSNorm, linear: Linear, x: Array) -> Array:
-    """Return `linear(norm(x))`, for LayerNorm computed by one op."""
+    """Return `linear(norm(x))`. If `norm` is a LayerNorm, one op computes both layers."""
     if not isinstance(norm, LayerNorm):
         return linear(norm(x))
     bias = None if linear.bias is None else linear.bias[...]
@@ -183,7 +183,7 @@ class GPT(nnx.Module):
       rotary_base: as `base` in `jaxbp.rotary_embedding`.
       tied: whether the logits are computed with the matrix of the embedding, instead of a matrix `head`.
       use_bias: whether the dense layers of the blocks have a bias.
-      epsilon: of the norms.
+      epsilon: as in the norms.
       checkpoint: whether the backward recomputes each block, except what attention saves for its backward.
       dtype: the dtype of the computation, or None for `param_dtype`.
       param_dtype: the dtype of the parameters.

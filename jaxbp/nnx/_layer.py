@@ -15,7 +15,7 @@ class Layer:
     implementation: Implementation
     __signature__: ClassVar[inspect.Signature]
     flax_only: ClassVar[tuple[tuple[str, Any], ...]] = ()
-    """Arguments for which only Flax supports other values than the default, and the default."""
+    """Arguments and their default values. Only Flax supports other values of these arguments."""
 
     def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
         check_implementation(type(self).__name__, implementation)
@@ -65,10 +65,11 @@ def check_implementation(name: str, implementation: Any) -> None:
 def falls_back(
     name: str, implementation: Implementation, module: str = "nnx", library: str = "Flax", /, **lacking: bool
 ) -> bool:
-    """Return whether the library computes a call. `lacking` maps each unsupported option to whether it is in use.
+    """Return whether `library`, such as Flax, computes a call instead of jaxbp. `lacking` maps each option that jaxbp
+    does not support to whether the call uses it.
 
     Raises:
-      NotImplementedError: the library would compute the call, but the implementation is "pallas" or "xla".
+      NotImplementedError: `library` would compute the call, but the implementation is "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):

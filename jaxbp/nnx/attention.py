@@ -35,12 +35,12 @@ def dot_product_attention(
 
     Args:
       query, key, value: `(..., positions, heads, head_dim)`, with any number of batch axes.
-      bias, mask: broadcast to `(..., heads, queries, keys)`. A mask that is not boolean is compared with 0.
+      bias, mask: broadcast to `(..., heads, queries, keys)`. A pair is valid where the mask is True, or not 0.
       Other arguments: as in Flax.
 
     Raises:
-      NotImplementedError: the implementation is "pallas" or "xla", and the call uses dropout, `precision`, or `module`,
-        for which Flax computes the call.
+      NotImplementedError: the implementation is "pallas" or "xla", and the call uses dropout, `precision`, or `module`.
+        With other implementations, Flax computes such a call.
     """
     drops = dropout_rate > 0 and not deterministic
     lacking = dict(dropout=drops, precision=precision is not None, module=module is not None)

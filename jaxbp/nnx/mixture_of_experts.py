@@ -45,10 +45,10 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      experts: `(tokens, experts_per_token)`, the indices of the experts, first the most probable.
+      experts: `(tokens, experts_per_token)`, the indices of the experts, the most probable first.
       weights: `(tokens, experts_per_token)`, the weights of their results, in float32 or wider.
-      load_balancing_loss: `E Σ_e f_e P_e` for E experts, where f_e is the share of expert e among the selected experts
-        of all tokens, and P_e its mean probability. It is 1 if both are uniform. f_e has no gradient.
+      load_balancing_loss: `E Σ_e s_e P_e` for E experts, where s_e is the share of expert e among the selected experts
+        of all tokens, and P_e is its mean probability. The loss is 1 if s and P are uniform. s_e has no gradient.
       z_loss: the mean over the tokens of `logsumexp(logits)²`.
 
     Sources: W. Fedus et al., "Switch transformers", JMLR 2022; B. Zoph et al., "ST-MoE", 2022 (z-loss).
@@ -72,9 +72,9 @@ class MixtureOfExperts(nnx.Module):
     The weights are the probabilities p, divided by their sum over the token's experts if `normalize`. Tokens are never
     dropped. The router computes in float32 or wider. `jaxbp.grouped_linear` computes the experts.
 
-    The parameters are `router (in_features, experts)`, `gate_up (experts, in_features, 2 hidden_features)`, the columns
-    of the gates before the columns of up, `down (experts, hidden_features, in_features)`, and with `use_bias`,
-    `gate_up_bias (experts, 2 hidden_features)` and `down_bias (experts, in_features)`.
+    The parameters are `router (in_features, experts)`, `gate_up (experts, in_features, 2 hidden_features)`, and `down
+    (experts, hidden_features, in_features)`. In `gate_up`, the columns of gate_e come before the columns of up_e. With
+    `use_bias`, there are also `gate_up_bias (experts, 2 hidden_features)` and `down_bias (experts, in_features)`.
 
     Args:
       experts: the number of experts.
@@ -148,7 +148,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, inputs: Float[AnyArray, "*batch in_features"], *, rngs: nnx.Rngs | None = None
     ) -> tuple[Float[Array, "*batch in_features"], Routing]:
-        """Return y and the routing, whose losses the caller adds to the loss, times a coefficient.
+        """Return (y, routing). Multiply each loss in `routing` by a coefficient, and add it to the loss of the model.
 
         Args:
           rngs: keys for the jitter, instead of the keys of the constructor.

@@ -41,7 +41,8 @@ BatchAxes = Axes | Callable[..., Axes]
 
 
 def batched(*names: str, features: int = 1) -> Axes:
-    """Return axis 0 of these arguments, or no axes if the first of them has at most `features` axes."""
+    """Return `Axes` that name axis 0 of each of these arguments as its batch axis. If the first argument has at most
+    `features` axes, the devices divide nothing."""
     return Axes(dict.fromkeys(names, 0), features=features)
 
 
@@ -60,8 +61,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def device_parts(size: Any, arrays: Any) -> int:
-    """Return a number of equal parts of an axis of this size, so that the devices of the arrays' mesh, which may divide
-    the axis, each have one or several parts. It is 1 without a mesh."""
+    """Return the number of equal parts in which to process an axis of this size. If the arrays' mesh divides the axis,
+    each device has one or several whole parts. Without a mesh, the number is 1."""
     mesh = mesh_of(arrays)
     return 1 if mesh is None or is_symbolic_dim(size) else math.gcd(size, mesh.size)
 

@@ -266,8 +266,8 @@ class Judge:
 
         @functools.cache
         def kinks():
-            """Return a mask of the elements whose errors kinks excuse, the reason as text, and text with the slopes at
-            a kink that does not excuse an error, or None if there is none."""
+            """Return (mask, reason, slopes). The mask has the elements whose errors kinks excuse, for this reason. If a
+            kink does not excuse an error, `slopes` is a text with its slopes, else None."""
             reach, limit = ROUNDINGS * float(jnp.finfo(dtype).eps), allowed(e, tolerance)
             near, hair = around(reach)[1], around(KINK_RTOL)[1]
             here = np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]
@@ -335,7 +335,8 @@ def is_as_exact(
     """Return a mask of the elements of `a` that differ from the expected `e` by at most the tolerance plus `ALLOWED`
     times autodiff's rounding error `error()`.
 
-    It is False everywhere if, in the mask `held`, `a` differs from `e` by a factor, but `autodiff` does not.
+    If, within the mask `held`, all elements of `a` differ from `e` by the same factor, and the elements of `autodiff`
+    do not, the result is False everywhere.
     """
     compared = held & np.isfinite(a) & np.isfinite(e)
     if compared.sum() >= FACTOR_ELEMENTS and np.isfinite(autodiff[compared]).all() and e[compared].any():

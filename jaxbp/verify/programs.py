@@ -140,7 +140,8 @@ class Programs:
             run = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
 
         def on_grid(arrays, kind):
-            """Return the points' arrays as one array, with an axis per level in `names` with `LEVELS[level][kind]`."""
+            """Stack `arrays`, which has one array per point. The result has one axis per level of `vmap` in `names`
+            that maps arguments of this `kind`, an index into `LEVELS[level]`."""
             grid = np.stack(arrays).reshape(*sizes_of(names), *arrays[0].shape)
             return grid[tuple(slice(None) if name in names and LEVELS[name][kind] else 0 for name in LEVELS)]
 

@@ -129,7 +129,7 @@ class Study:
         return found, failed
 
     def _at(self, point):
-        """Return the expected results and gradients at added data."""
+        """Return the expected results and gradients at `point`, which has added data."""
         if self.reference.independent:
             y, gradients = self.reference.value_and_gradients(point)
             found = Expected(0, "float64", y), Expected(1, "autodiff", gradients)

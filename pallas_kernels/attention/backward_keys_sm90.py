@@ -8,7 +8,7 @@ warpgroup owns 64 keys, and keeps their sums in registers. pᵀ and dsᵀ are mu
 sums is fixed.
 
 For dimensions of 256, the registers of a consumer hold one sum of 64 keys. The consumers then divide the roles: one
-computes pᵀ and dv, the other dsᵀ and dk. pᵀ crosses in shared memory, in float32.
+computes pᵀ and dv, the other dsᵀ and dk. The first passes pᵀ to the second in shared memory, in float32.
 """
 
 import dataclasses

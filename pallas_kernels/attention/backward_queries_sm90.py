@@ -39,11 +39,11 @@ _CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of 128 queries and `keys` keys, and `query_stages` of queries and do.
+    """Tiles have 128 queries and `keys` keys. Shared memory holds `query_stages` tiles of queries and of do.
 
-    With one stage of queries, each CTA computes one tile of queries. Tiles of values and of keys alternate in a ring of
-    `buffers`. With `values_first`, the product of do and the values starts before the product of the queries and the
-    keys, and the buffer of the values is free earlier."""
+    If `query_stages` is 1, each CTA computes one tile of queries. Tiles of values and of keys alternate in a ring of
+    `buffers` buffers. With `values_first`, the product of do and the values starts before the product of the queries
+    and the keys, and the buffer of the values is free earlier."""
 
     keys: int = 128
     buffers: int = 4

@@ -40,10 +40,10 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `64 * consumers` queries and `keys` keys, `stages` of keys and values, and `query_stages` of queries.
+    """Tiles have `64 * consumers` queries and `keys` keys.
 
-    With one stage of queries, each CTA computes one tile of queries. If `alternate`, two consumers take turns with the
-    tensor cores."""
+    Shared memory holds `stages` tiles of keys and of values, and `query_stages` tiles of queries. If `query_stages` is
+    1, each CTA computes one tile of queries. If `alternate`, two consumer warpgroups use the tensor cores in turn."""
 
     keys: int = 128
     stages: int = 2

@@ -160,10 +160,11 @@ class Rows(NamedTuple):
 
 
 def rows_of(own: Array, read: Array, tiles: int, visits: Visits, *, last_first: bool, persistent: bool) -> Rows:
-    """Return the order for `tiles` rows of each head of `own`, which read two arrays of the shape of `read`. In the L2
-    cache, half of the space is enough for the arrays that `width` heads read.
+    """Return the order for `tiles` rows of tiles per head of `own`, such as the queries. Each row reads two arrays of
+    the shape of `read`, such as the keys and the values. `width` is chosen so that what its heads read fits into half
+    of the L2 cache.
 
-    If `persistent`, and JAX knows the masks when it traces, each multiprocessor has one CTA.
+    If `persistent`, and the masks are known when JAX traces the program, each multiprocessor has one CTA.
     """
     (batch, _, heads, head), (_, length, heads_read, _) = own.shape, read.shape
     shape, fewer_heads = (batch, heads, tiles), min(heads, heads_read)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 MOST_CONSTANTS = 2**20
-"""The visits that NumPy computes when JAX traces a program are at most this many: programs contain them."""
+"""Maximum visits that NumPy computes when JAX traces a program, because the program contains them as constants."""
 
 
 @jax.tree_util.register_static
@@ -24,7 +24,7 @@ class Known:
     """Facts about masks that JAX knows when it traces a program.
 
     Attributes:
-      before, after: keys before and after a query's position that it attends to, each None for all.
+      before, after: the number of keys before and after its position to which a query attends. None means all.
       has_keys: whether each query surely has a valid key.
     """
 

@@ -30,8 +30,8 @@ _MAX_UNROLLED = 2000
 
 class InputGradientConfig(NamedTuple):
     """Tile per CTA: `channels` input channels of dx, and at most `cells` adjacent cells. dy is loaded one
-    iteration ahead, for `ahead` output channels at once. If `uniform`, every CTA runs the code for the most windows,
-    and routes nothing from windows that do not exist."""
+    iteration ahead, for `ahead` output channels at once. If `uniform`, every CTA runs the code for the most windows, in
+    which windows that do not exist contribute 0."""
 
     channels: int
     cells: int
@@ -44,7 +44,7 @@ def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, i
 
 
 def _parts(columns, cells, Q, G, S):
-    """Return a dict that maps (number of cells, windows) to the indices of the groups with these. Rows of `columns`
+    """Return a dict that maps (number of cells, windows) to the indices of the groups with this key. Rows of `columns`
     cells are divided into groups of up to `cells` adjacent cells. `windows` are the columns of the pooling windows that
     contribute to a group, relative to its first cell. Q, G, and S are the widths of the pooled output, a filter, and a
     pooling window."""

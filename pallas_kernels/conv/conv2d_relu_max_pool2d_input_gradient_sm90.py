@@ -127,7 +127,8 @@ def input_gradient(
             return plgpu.layout_cast(jnp.zeros((_EXAMPLES, size.cell), jnp.float32), plgpu.Layout.WGMMA)
 
         def take_row(p, carry):
-            """Add the contributions of row p of windows to dx. Then write row p of cells, which is complete."""
+            """Add what row p of windows contributes to cells of dx. Then write row p of cells, which later windows do
+            not reach."""
             fetched, sums = carry
             pl.when(warpgroup < size.groups)(lambda: route(*fetched))
             plgpu.commit_smem()

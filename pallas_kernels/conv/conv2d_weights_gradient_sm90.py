@@ -191,7 +191,7 @@ def _gradients(dy, place, x, window, config, name):
                 ring.prefetch(ring.stages - 1)
 
             def route(step, stage):
-                """Return the buffer of `routed` that now holds the right values."""
+                """Write this step's part of `routed` to one of its buffers, and return the index of the buffer."""
                 if not pooled and dy.dtype != jnp.float32:
                     return stage
                 buffer = remainder(step, 2) if pooled else stage

@@ -90,7 +90,8 @@ _ACCESSES = 4
 
 
 class WindowsConfig(NamedTuple):
-    """A thread computes `accesses` vectors of dx, or with `windows`, `accesses` vectors per row of the window.
+    """A thread computes `accesses` vectors of dx, or if `windows` is not 0, `accesses` vectors in each row of its
+    windows.
 
     Attributes:
       windows: number of adjacent windows that fill a vector, or 0 if a vector need not begin at a window.

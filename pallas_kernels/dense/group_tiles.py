@@ -17,7 +17,8 @@ class RowTiles(NamedTuple):
       group: int32 `(tiles,)`, the tile's group. For a tile without a group, it is arbitrary.
       row: int32 `(tiles,)`, the tile's first row, which may precede the group.
       start, end: int32 `(tiles,)`, the range of rows of the group.
-      counts: int32 `(2,)`, the number of tiles with a group, which come first, and of all tiles that have rows.
+      counts: int32 `(2,)`, the number of tiles with a group, and the number of all tiles that have rows. Tiles with a
+        group come first.
     """
 
     group: Array

@@ -38,7 +38,7 @@ class Config(NamedTuple):
 
 
 def layer_sizes(weights: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of inputs, then of each layer's outputs."""
+    """Return the number of inputs, then the number of outputs of each layer."""
     return (weights[0].shape[1], *(w.shape[0] for w in weights))
 
 

@@ -148,10 +148,10 @@ class Schedule:
       most: the largest possible `count(lists)`.
       tile: `tile(lists, index, cta)` returns the tile that CTA `cta` of a cluster computes as a part of tile number
         `index`. `lists` are references to the arrays `lists` of `multiply`.
-      count: `count(lists)` returns how many numbers `index` there are.
-      steps: the number of steps of every tile that precedes another tile with steps, or None if they differ.
-      masked: whether tiles have ranges `summed`.
-      alternating: whether every second round, in which each cluster computes one tile, assigns the tiles to the
+      count: `count(lists)` returns the number of values of `index`, which begin at 0.
+      steps: the number of steps of every tile, or None if it differs. Tiles without steps may follow the other tiles.
+      masked: whether tiles set `Tile.summed`.
+      alternating: in each round, each cluster computes one tile. Whether every second round assigns the tiles to the
         clusters in reverse order.
     """
 

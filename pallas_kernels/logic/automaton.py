@@ -323,11 +323,11 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
             slices_ref.at[s][pl.ds(part.first, part.lanes)] = jnp.where(valid, states.astype(jnp.float32), 0.0)
 
         def seen_by(place, cell, valid):
-            """Yield nine pairs of arrays (index, valid), one per position in a neighborhood.
+            """Yield a pair of arrays (index, valid) for each of the nine cells that see a state element.
 
-            `dseen_ref[index]` has the gradients of the cells that see the state elements at this position. The yielded
-            `valid` is False for padding, and for seeing cells outside of the grid. `state_elements` returns the
-            arguments.
+            `dseen_ref[index]` has this cell's term of the gradient with respect to the state element. The yielded
+            `valid` is False for padding, and if this cell is outside of the grid. The arguments are results of
+            `state_elements`.
             """
             channel = place - cell * channels
             for p in range(NEIGHBORS):

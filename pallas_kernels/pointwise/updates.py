@@ -81,7 +81,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """No array may be empty."""
+    """Launch `updates` once, for lists of at most `ARRAYS` arrays, none of which is empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
 

@@ -42,7 +42,8 @@ Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """A way to compute a task: its name, the precision of its products or None, and a function that measures it.
 
 The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small`, or None if they
-cannot be compared. If results should differ from jaxbp's, `reference` has them in float64.
+cannot be compared. If the results should differ from the results of jaxbp, `reference` has the expected results in
+float64.
 """
 
 

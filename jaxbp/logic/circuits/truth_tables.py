@@ -10,7 +10,7 @@ MOST_VARIABLES = 10
 IDENTITY = 0b10
 """The table of a variable."""
 _ONE = tuple(sum(1 << i for i in range(2 ** (MOST_VARIABLES + 1)) if i >> v & 1) for v in range(MOST_VARIABLES + 1))
-"""For each variable, the table of the variable itself, as one of all variables."""
+"""For each variable, the table of the variable itself, as a table of all variables."""
 
 
 def widened(table: int, variables: Sequence[int], wanted: Sequence[int]) -> int:
@@ -30,7 +30,7 @@ def widened(table: int, variables: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def reduced(table: int, variables: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return the variables on which a table depends, and its table of these variables."""
+    """Return the variables on which a table depends, and the same function as a table of only these variables."""
     kept = list(variables)
     for v in range(len(kept) - 1, -1, -1):
         if not (table ^ table >> (1 << v)) & ~_ONE[v]:

@@ -80,9 +80,9 @@ def from_torchlogix(
 
     The model's parametrization "raw" becomes "softmax", "light" becomes "input_wise", and "warp" becomes "walsh". For
     "raw" and "light", the network computes the same class scores as the model in training mode with
-    `forward_sampling="soft"`. For "warp", only layers whose inputs are 0 or 1 do: between 0 and 1, torchlogix
-    interpolates before the sigmoid, and `jaxbp.gate_layer` after it. For all three, the hardened network computes the
-    same scores as the model in evaluation mode.
+    `forward_sampling="soft"`. For "warp", this holds only if the inputs of each layer are 0 or 1. Between 0 and 1,
+    torchlogix interpolates before the sigmoid, and `jaxbp.gate_layer` after it. For all three, the hardened network
+    computes the same scores as the model in evaluation mode.
 
     Args:
       model: as in `from_difflogic`, with `LogicDense` instead of `LogicLayer`. A binarization is not part of the

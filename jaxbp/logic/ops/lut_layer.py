@@ -170,7 +170,7 @@ def lut_layer(
       x: numbers between 0 and 1.
       parametrization: the meaning of the logits.
         "input_wise": one number per row of the truth table, whose sigmoid is r_k. With normally distributed initial
-          logits, it is as accurate as "walsh" or more: docs/lab/2026-11-29-learned-wires.md.
+          logits, it is at least as accurate as "walsh": docs/lab/2026-11-29-learned-wires.md.
         "walsh": the weights of the 16 products of some of A, B, C, and D, where `A = 2 a - 1`, and so on. r_k is the
           sigmoid of their weighted sum in row k. Weight `4 * i + j` belongs to the product of entry i of (1, A, B, AB)
           and entry j of (1, C, D, CD).

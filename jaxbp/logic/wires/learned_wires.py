@@ -73,12 +73,13 @@ class LearnedWires(ByContent):
     ) -> "LearnedWires":
         """Make wires whose group q chooses among the inputs `candidates[q]`.
 
-        With more candidates in all groups than wires or inputs, their gradients would need more memory than these.
+        The groups together have at most as many candidates as there are wires, or if there are more inputs than wires,
+        as there are inputs. More candidates would need too much memory for their gradients.
 
         Raises:
           TypeError: the candidates are not integers.
           ValueError: the candidates are not a matrix, or not in [0, inputs); the number of groups does not divide the
-            number of wires, `2 * gates`; there are more candidates than wires and inputs; or the relaxation is unknown.
+            number of wires, `2 * gates`; there are too many candidates; or the relaxation is unknown.
         """
         op = "LearnedWires.from_candidates"
         gates, inputs = bounded_count(op, "gates", gates), bounded_count(op, "inputs", inputs)
@@ -117,12 +118,12 @@ class LearnedWires(ByContent):
         gates_per_group: int | None = None,
         relaxation: Relaxation = "straight_through",
     ) -> "LearnedWires":
-        """Make wires with random candidates. The number of groups per candidate varies by at most one.
+        """Make wires with random candidates. Each input is a candidate in n or n + 1 groups.
 
         Args:
           candidates: the number K of candidates per wire, or "all": each wire chooses among all inputs. Wires to the
             pixels of images need all, or they are much less accurate: docs/lab/2026-11-29-learned-wires.md.
-          gates_per_group: a divisor of `gates`. None: the divisor next to 8 that is at least half of `candidates`. With
+          gates_per_group: a divisor of `gates` that is at least `candidates / 2`. None: the one nearest to 8. With
             "all" candidates, all gates are one group.
 
         Raises:

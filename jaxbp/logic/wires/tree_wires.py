@@ -90,7 +90,7 @@ class TreeWires(ByContent):
     ) -> "TreeWires":
         """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
-        The number of kernels per channel varies by at most one. In a kernel, so does the number of leaves per channel.
+        The number of kernels per channel, and in each kernel the number of leaves per channel, vary by at most one.
         Leaves of one kernel read different pixels, unless more leaves read a channel than the window has positions.
 
         Raises:

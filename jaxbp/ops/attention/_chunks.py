@@ -124,7 +124,7 @@ class _Tiles:
 
 def _attend(q, k, v, bias, masks, **options):
     """Return the result, and the largest score of each query and `total = Σ exp(score - largest)`, in float32 or wider.
-    Without a valid key, they are 0, -inf, and 1."""
+    For a query without a valid key, these are 0, -inf, and 1."""
     tiles = _Tiles(q, k, v, bias, masks, **options)
     batch, _, heads, _ = q.shape
     statistics, dtype = (batch, heads, tiles.rows.side), wide(q.dtype)

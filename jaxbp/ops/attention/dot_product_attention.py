@@ -152,8 +152,8 @@ def dot_product_attention(
       mask: True for valid pairs; broadcasts to `(batch, N, T, S)`.
       scale: by default, `1 / sqrt(H)`.
       is_causal: whether a query attends only to keys with `s <= t`, also if T and S differ.
-      query_seq_lengths, key_value_seq_lengths: integers `(batch,)`, `(1,)` without a batch axis. Queries or keys from
-        these positions on are excluded.
+      query_seq_lengths, key_value_seq_lengths: integers `(batch,)`, or `(1,)` without a batch axis. Queries or keys
+        from these positions on are excluded.
       local_window_size: a pair (before, after), or one number for both. A query attends only to keys with
         `t - before <= s <= t + after`.
       segment_ids: integers `(batch, T)`, if T and S are equal. A query attends only to keys of its segment. The ids

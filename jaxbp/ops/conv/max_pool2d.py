@@ -173,7 +173,7 @@ def max_pool2d(
 
     Args:
       window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window's size.
-      padding: the number of -inf around the image, as in `conv2d`. Each side must have fewer than `d (window - 1) + 1`.
+      padding: rows and columns of -inf around the image, as in `conv2d`, fewer than `d (window - 1) + 1` on each side.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts in the input or in the padding
         before the input.
       channel_axis: 1 for NCHW, and -1 for NHWC.

@@ -143,8 +143,8 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, parts: int, *ro
 
 def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtype=None, **options):
     """Return the losses of the rows of x, in the shape of x's leading axes, and if dy is not None, the gradients
-    (dx, dw, db) of `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default w's.
-    `kernel` is as in `_losses_and_dlogits`."""
+    (dx, dw, db) of `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default the dtype
+    of w. `kernel` is as in `_losses_and_dlogits`."""
     shape, classes, dtype = x.shape, len(w), dtype or w.dtype
     # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
     is_on_mesh = mesh_of((x, w, labels, b, where, dy)) is not None

@@ -117,10 +117,10 @@ def batch_norm(
         mean is far from zero.
 
     Returns:
-      (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
-      in y's dtype, and differentiable. var is the mean of squared deviations. With `running`, mean and var are the new
-      running averages, `momentum * running + (1 - momentum) * batch`, without gradient. An empty batch does not change
-      them.
+      (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the statistics
+      of the batch, in y's dtype, and differentiable. var is the mean of squared deviations. With `running`, mean and
+      var are the new running averages, `momentum * running + (1 - momentum) * batch`, without gradient. An empty batch
+      does not change them.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

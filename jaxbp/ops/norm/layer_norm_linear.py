@@ -53,7 +53,7 @@ def _weights_gradient_pays(dy, x):
 def _keeps_normalized(x, w):
     """Return whether the forward saves the normalized rows instead of x.
 
-    It does so only in bfloat16. In float16, `w * scale`, which multiplies these rows, could lose digits.
+    It saves them only in bfloat16. In float16, `w * scale`, which multiplies these rows, could lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
