@@ -50,9 +50,9 @@ def unsupported_group(weights: Array, candidates: Array) -> str | None:
     groups, count = candidates.shape
     wires = weights.shape[0] // groups
     if wires * count > _MAX_WEIGHTS:
-        return f"{wires * count} weights per group, only {_MAX_WEIGHTS}"
+        return f"{wires * count} weights per group, at most {_MAX_WEIGHTS}"
     if wires + count > _REGISTERS:
-        return f"{wires + count} wires and candidates per group, only {_REGISTERS}"
+        return f"{wires + count} wires and candidates per group, at most {_REGISTERS}"
     return None
 
 
