@@ -270,7 +270,8 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
 
 
 def _window(op, is_causal, window):
-    """Return how many keys before and after its position a query attends to. None means no limit."""
+    """Return the numbers of keys before and after a query's position to which the query attends. None means no
+    limit."""
     is_causal = checks.boolean(op, "is_causal", is_causal)
     if window is None:
         return None, 0 if is_causal else None
