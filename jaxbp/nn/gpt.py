@@ -100,14 +100,15 @@ class GPTBlock(nnx.Module):
         positions: Int[AnyArray, "batch_or_1 length"],
         segment_ids: AnyTokens | None = None,
     ) -> Float[Array, "batch length features"]:
-        query, key, value = self._heads(x, positions)
-        return self._after_attention(x, self._attention(query, key, value, is_causal=True, segment_ids=segment_ids))
+        y = self._attention(self._heads(x, positions), is_causal=True, segment_ids=segment_ids)
+        return self._after_attention(x, y)
 
     def decode(
         self, x: Array, positions: Array, keys: Array, values: Array, index: Array
     ) -> tuple[Array, Array, Array]:
         """Return the block's result, and the cache's keys and values, with the keys and values of x from `index` on."""
-        query, key, value = self._heads(x, positions)
+        query, key, value = jnp.split(self._heads(x, positions), [-2, -1], axis=-2)
+        query, key, value = (a.reshape(*x.shape[:2], -1, self.head_dim) for a in (query, key, value))
         keys, values = (
             lax.dynamic_update_slice_in_dim(all_, new.astype(all_.dtype), index, axis=1)
             for all_, new in ((keys, key), (values, value))
@@ -115,20 +116,16 @@ class GPTBlock(nnx.Module):
         mask = jnp.arange(keys.shape[1]) <= positions[:, None, :, None]
         return self._after_attention(x, self._attention(query, keys, values, mask=mask)), keys, values
 
-    def _heads(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Return the queries, keys, and values, `(batch, length, heads, head_dim)`."""
+    def _heads(self, x: Array, positions: Array) -> Array:
+        """Return the packed queries, keys, and values of `dot_product_attention`."""
         heads = _normalized_linear(self.attention_norm, self.query_key_value, x)
         heads = heads.reshape(*x.shape[:2], self.num_key_value_heads, -1, self.head_dim)
-        last = heads.shape[-2] - 1
-        if self.rotary_base is not None:
-            queries_key, value = jnp.split(heads, [last], axis=-2)
-            options = dict(base=self.rotary_base, implementation=self.implementation)
-            queries_key = rotary_embedding(queries_key, positions[..., None, None], **options)
-            query, key = jnp.split(queries_key, [last - 1], axis=-2)
-        else:
-            query, key, value = jnp.split(heads, [last - 1, last], axis=-2)
-        # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
-        return tuple(a.reshape(*x.shape[:2], -1, self.head_dim) for a in (query, key, value))
+        if self.rotary_base is None:
+            return heads
+        # A rotation by the angle 0 does not change a value.
+        is_rotated = jnp.arange(heads.shape[-2]) < heads.shape[-2] - 1
+        options = dict(base=self.rotary_base, implementation=self.implementation)
+        return rotary_embedding(heads, jnp.where(is_rotated, positions[..., None, None], 0), **options)
 
     def _attention(self, query: Array, *arrays: Array, **options: Any) -> Array:
         # The kernels of attention need half precision.

@@ -22,8 +22,8 @@ from pallas_kernels.attention.scores_sm90 import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     ROWS,
+    Heads,
     Tile,
-    aligned,
     padded,
     padded_statistics,
     rows_of,
@@ -63,7 +63,7 @@ class Config:
 def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
-    head = q.shape[3]
+    head = q.shape[-1]
     if head == 256:
         return Config(divided=True)
     return Config(queries=128, key_stages=2) if head <= 64 else Config(stages=3)
@@ -84,18 +84,19 @@ def backward_keys(
     softcap: float | None = None,
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return dk and dv in the shape and dtype of k and v.
+    """Return dk and dv `(batch, keys, key heads, dimension)` in the dtype of k.
 
     Args:
       q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
-      do: gradient with respect to o, in the shape and dtype of q.
+      do: gradient with respect to o, in the shape and dtype of o.
       lse: `(batch, heads, queries)`, from the forward.
       delta: float32 `(batch, heads, queries)`, the sum of `o * do` over the head dimension, minus the gradient with
         respect to lse.
       visits: `visited_tiles(masks, keys, config.tile)[1]`, with the number of keys and this function's `config`.
     """
-    _, keys, heads, head = k.shape
-    group = q.shape[2] // heads
+    keys, head = k.shape[1], k.shape[-1]
+    heads = Heads.of(q, k)
+    group = heads.group
     queries, rows = config.tile
     tiles = -(-keys // rows)
     one_tile = (ROWS, queries)
@@ -105,14 +106,14 @@ def backward_keys(
         kv_loaded, kv_free, loaded, free, p_ready, p_free = barriers
 
         def copy_keys(step, stage, barrier, row):
-            for ref, stages in ((k, k_stages), (v, v_stages)):
-                block = ref.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+            for ref, stages, index in ((k, k_stages, heads.key), (v, v_stages, heads.value)):
+                block = ref.at[row.batch, pl.ds(row.index * rows, rows), index(row.head)]
                 plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
 
         def copy(step, stage, barrier, batch, query_head, tile):
             block = pl.ds(tile * queries, queries)
-            for ref, stages in ((q, q_stages), (do, do_stages)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, block, query_head], stages.at[stage], barrier)
+            for ref, stages, index in ((q, q_stages, heads.query(query_head)), (do, do_stages, query_head)):
+                plgpu.copy_gmem_to_smem(ref.at[batch, block, index], stages.at[stage], barrier)
             for ref, stages in ((lse, lse_stages), (delta, delta_stages)):
                 plgpu.copy_gmem_to_smem(ref.at[batch, query_head, block], stages.at[stage], barrier)
 
@@ -261,8 +262,10 @@ def backward_keys(
             order.for_each(consume, program, schedule, visits)
             plgpu.wait_smem_to_gmem(0)
 
-    order = rows_of(k, q, tiles, visits, last_first=False, persistent=config.key_stages > 1)
-    q, k, v, do = map(aligned, (q, k, v, do))
+    own, read = heads.shape(k, heads.keys), heads.shape(q, heads.queries)
+    order = rows_of(own, read, tiles, visits, last_first=False, persistent=config.key_stages > 1)
+    q, k, v, do = heads.flat(q, k, v, do)
+    result = heads.shape(k, heads.keys)
     stages = tile_memory((config.stages, queries, head), q.dtype)
     own, vectors = (
         tile_memory((config.key_stages, rows, head), k.dtype),
@@ -278,7 +281,7 @@ def backward_keys(
         padded(masks, config.tile, transposed=True),
         visits,
         order.schedule,
-        out=(k, v),
+        out=(result, result),
         grid={"program": order.programs},
         warpgroups=_CONSUMERS + 1,
         scratch=[

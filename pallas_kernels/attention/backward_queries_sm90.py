@@ -9,6 +9,7 @@ registers. ds is multiplied from registers. The order of the sum is fixed.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -17,6 +18,7 @@ from pallas_kernels.attention.scores_sm90 import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     ROWS,
+    Heads,
     Tile,
     aligned,
     padded,
@@ -28,7 +30,7 @@ from pallas_kernels.attention.scores_sm90 import (
 )
 from pallas_kernels.attention.tiles import Masks, Visits
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, quotient, value_a_row
+from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_row
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
@@ -51,14 +53,19 @@ class Config:
     values_first: bool = False
 
     @property
+    def copies_gradients(self) -> bool:
+        """Whether shared memory has space for `keys_gradients`."""
+        return not self.values_first
+
+    @property
     def tile(self) -> tuple[int, int]:
         return ROWS * _CONSUMERS, self.keys
 
 
-def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, scale, softcap=None):
+def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, keys_gradients=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
-    head = q.shape[3]
+    head = q.shape[-1]
     if head == 256:
         return Config(keys=64, buffers=3, values_first=True)
     return Config(buffers=8, query_stages=2) if head <= 64 else Config()
@@ -74,34 +81,36 @@ def backward_queries(
     delta: Array,
     masks: Masks,
     visits: Visits,
+    keys_gradients: tuple[Array, Array] | None = None,
     *,
     scale: float,
     softcap: float | None = None,
     config: Config,
 ) -> Array:
-    """Return dq in the shape and dtype of q.
+    """Return dq in the shape and dtype of q, or with `keys_gradients` the packed gradient of dq, dk, and dv.
 
     Args:
       q, k, v, masks, scale, softcap: as in `forward_sm90.forward`.
       do, lse, delta: as in `backward_keys_sm90.backward_keys`.
       visits: `visited_tiles(masks, keys, config.tile)[0]`, with the number of keys and this function's `config`.
+      keys_gradients: dk and dv, if q, k, and v are packed. The producer then also copies them to the result.
     """
-    _, queries, heads, head = q.shape
-    group = heads // k.shape[2]
+    queries, head = q.shape[1], q.shape[-1]
+    heads = Heads.of(q, k)
     rows, keys = config.tile
     tiles = -(-queries // rows)
     one_tile = (ROWS, keys)
 
-    def body(q, k, v, do, lse, delta, masks, visits, schedule, dq, *scratch, program, warpgroup):
-        q_stages, do_stages, buffers, ds_tile, q_loaded, q_free, loaded, free = scratch
+    def body(q, k, v, do, lse, delta, masks, visits, schedule, dkv, dq, *scratch, program, warpgroup):
+        q_stages, do_stages, buffers, dkv_tile, ds_tile, q_loaded, q_free, loaded, free, dkv_loaded = scratch
 
         def copy_queries(step, stage, barrier, row):
-            for ref, stages in ((q, q_stages), (do, do_stages)):
-                block = ref.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+            for ref, stages, index in ((q, q_stages, heads.query(row.head)), (do, do_stages, row.head)):
+                block = ref.at[row.batch, pl.ds(row.index * rows, rows), index]
                 plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
 
-        def copy(step, stage, barrier, ref, row, tile):
-            block = ref.at[row.batch, pl.ds(tile * keys, keys), quotient(row.head, group)]
+        def copy(step, stage, barrier, ref, row, tile, index):
+            block = ref.at[row.batch, pl.ds(tile * keys, keys), index(heads.key_head(row.head))]
             plgpu.copy_gmem_to_smem(block, buffers.at[stage], barrier)
 
         q_ring = Ring(config.query_stages, copy_queries, q_loaded, free=q_free)
@@ -113,15 +122,28 @@ def backward_queries(
             def produce_tile(i, _):
                 tile, _ = row.visit(i)
                 step = 2 * (row.first_step + i)
-                ring.produce(step, v, row, tile)
-                ring.produce(step + 1, k, row, tile)
+                ring.produce(step, v, row, tile, heads.value)
+                ring.produce(step + 1, k, row, tile, heads.key)
 
             lax.fori_loop(0, row.count, produce_tile, None)
+            if dkv is not None:
+                pl.when(remainder(row.head, heads.group) == 0)(lambda: copy_gradients_of_keys(row))
+
+        def copy_gradients_of_keys(row):
+            """Copy the row's positions of dk and dv, while the consumers compute."""
+            key_head, positions = heads.key_head(row.head), pl.ds(row.index * rows, rows)
+            for ref, index in zip(dkv, (heads.key, heads.value), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[row.batch, positions, key_head], dkv_tile, dkv_loaded)
+                plgpu.barrier_wait(dkv_loaded)
+                plgpu.copy_smem_to_gmem(dkv_tile, dq.at[row.batch, positions, index(key_head)])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             order.for_each(produce, program, schedule, visits)
+            if dkv is not None:
+                plgpu.wait_smem_to_gmem(0)
 
         def consume(row):
             q_ring.wait(row.number)
@@ -179,7 +201,7 @@ def backward_queries(
             sums = pl.run_scoped(add_all, plgpu.ACC((ROWS, head), jnp.float32))
             q[...] = (sums * scale).astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, dq.at[row.batch, queries, row.head])
+            plgpu.copy_smem_to_gmem(q, dq.at[row.batch, queries, (row.head if dkv is None else heads.query(row.head))])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             q_ring.release(row.number)
 
@@ -189,8 +211,10 @@ def backward_queries(
             order.for_each(consume, program, schedule, visits)
             plgpu.wait_smem_to_gmem(0)
 
-    order = rows_of(q, k, tiles, visits, last_first=True, persistent=config.query_stages > 1)
-    q, k, v, do = map(aligned, (q, k, v, do))
+    own, read = heads.shape(q, heads.queries), heads.shape(k, heads.keys)
+    order = rows_of(own, read, tiles, visits, last_first=True, persistent=config.query_stages > 1)
+    shape = q.shape if keys_gradients is not None else own.shape
+    q, k, v, do = heads.flat(q, k, v, do)
     own = tile_memory((config.query_stages, rows, head), q.dtype)
     dq = launch(
         body,
@@ -202,20 +226,23 @@ def backward_queries(
         padded(masks, config.tile),
         visits,
         order.schedule,
-        out=q,
+        jax.tree.map(aligned, keys_gradients),
+        out=q if keys_gradients is not None else heads.shape(q, heads.queries),
         grid={"program": order.programs},
         warpgroups=_CONSUMERS + 1,
         scratch=[
             own,
             own,
             tile_memory((config.buffers, keys, head), k.dtype),
+            None if keys_gradients is None else tile_memory((rows, head), k.dtype),
             operand((_CONSUMERS, ROWS, keys), k.dtype) if simulating() is not None else None,
             plgpu.Barrier(num_arrivals=2, num_barriers=config.query_stages),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.query_stages),
             plgpu.Barrier(num_barriers=config.buffers),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.buffers),
+            None if keys_gradients is None else plgpu.Barrier(),
         ],
         name="attention_backward_queries",
         approximate=True,
     )
-    return dq[:, :queries]
+    return dq[:, :queries].reshape(shape)

@@ -21,8 +21,8 @@ from pallas_kernels.attention.scores_sm90 import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     ROWS,
+    Heads,
     Tile,
-    aligned,
     padded,
     rows_of,
     scores,
@@ -31,7 +31,7 @@ from pallas_kernels.attention.scores_sm90 import (
 )
 from pallas_kernels.attention.tiles import Masks, Visits
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import multiply_registers, operand, quotient, store, value_a_row, with_products
+from pallas_kernels.core.layouts import multiply_registers, operand, store, value_a_row, with_products
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
@@ -59,7 +59,7 @@ class Config:
 def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
-    head = q.shape[3]
+    head = q.shape[-1]
     if head <= 64:
         return Config(consumers=3, alternate=False)
     return Config(keys=64, query_stages=1) if head == 256 else Config()
@@ -83,14 +83,15 @@ def forward(
 
     Args:
       q: `(batch, queries, heads, dimension)` in half precision, with dimensions of 32, 64, 128, or 256.
-      k, v: `(batch, keys, key heads, dimension)`. Consecutive query heads share a key head.
+      k, v: `(batch, keys, key heads, dimension)`. Consecutive query heads share a key head. If q, k, and v are one
+        array with five axes, it is packed: see `scores_sm90.Heads`.
       masks: which keys each query attends to, and the bias.
       visits: `visited_tiles(masks, keys, config.tile)[0]`, with the number of keys and this function's `config`.
       scale: factor of the scores, positive.
       softcap: c in `c tanh(s / c)`, or None.
     """
-    batch, queries, heads, head = q.shape
-    group = heads // k.shape[2]
+    batch, queries, head = *q.shape[:2], q.shape[-1]
+    heads = Heads.of(q, k)
     rows, keys = config.tile
     tiles = -(-queries // rows)
     alternate = config.alternate and config.consumers == 2
@@ -101,19 +102,19 @@ def forward(
         q_loaded, q_free, k_loaded, k_free, v_loaded, v_free, turn = barriers
 
         def copy_queries(step, stage, barrier, row):
-            block = q.at[row.batch, pl.ds(row.index * rows, rows), row.head]
+            block = q.at[row.batch, pl.ds(row.index * rows, rows), heads.query(row.head)]
             plgpu.copy_gmem_to_smem(block, q_stages.at[stage], barrier)
 
-        def copy_from(ref, stages):
+        def copy_from(ref, stages, index):
             def copy(step, stage, barrier, row, tile):
-                block = ref.at[row.batch, pl.ds(tile * keys, keys), quotient(row.head, group)]
+                block = ref.at[row.batch, pl.ds(tile * keys, keys), index(heads.key_head(row.head))]
                 plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
 
             return copy
 
         q_ring = Ring(config.query_stages, copy_queries, q_loaded, free=q_free)
-        k_ring = Ring(config.stages, copy_from(k, k_stages), k_loaded, free=k_free)
-        v_ring = Ring(config.stages, copy_from(v, v_stages), v_loaded, free=v_free)
+        k_ring = Ring(config.stages, copy_from(k, k_stages, heads.key), k_loaded, free=k_free)
+        v_ring = Ring(config.stages, copy_from(v, v_stages, heads.value), v_loaded, free=v_free)
 
         def produce(row):
             q_ring.produce(row.number, row)
@@ -197,8 +198,10 @@ def forward(
             pl.when(warpgroup == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
-    order = rows_of(q, k, tiles, visits, last_first=True, persistent=config.query_stages > 1)
-    q, k, v = map(aligned, (q, k, v))
+    own, read = heads.shape(q, heads.queries), heads.shape(k, heads.keys)
+    order = rows_of(own, read, tiles, visits, last_first=True, persistent=config.query_stages > 1)
+    q, k, v = heads.flat(q, k, v)
+    result = heads.shape(q, heads.queries)
     stages = tile_memory((config.stages, keys, head), q.dtype)
     loaded = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
@@ -210,7 +213,7 @@ def forward(
         padded(masks, config.tile),
         visits,
         order.schedule,
-        out=(q, q, jax.ShapeDtypeStruct((batch, heads, tiles * rows), jnp.float32)),
+        out=(result, result, jax.ShapeDtypeStruct((batch, heads.queries, tiles * rows), jnp.float32)),
         grid={"program": order.programs},
         warpgroups=config.consumers + 1,
         scratch=[

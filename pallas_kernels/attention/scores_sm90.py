@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -89,6 +90,52 @@ class Tile:
         return load(ref.at[index, pl.ds(start, self.shape[axis])], layout, optimized=False)
 
 
+class Heads(NamedTuple):
+    """The heads of queries and of keys, and where they lie in their arrays.
+
+    If `packed`, one array `(batch, positions, key heads, group + 2, dimension)` has for each key head the queries that
+    attend to it, the key, and the value.
+    """
+
+    queries: int
+    keys: int
+    packed: bool
+
+    @classmethod
+    def of(cls, q: Any, k: Any) -> "Heads":
+        if q.ndim == 4:
+            return cls(q.shape[2], k.shape[2], packed=False)
+        return cls(q.shape[2] * (q.shape[3] - 2), q.shape[2], packed=True)
+
+    @property
+    def group(self) -> int:
+        """The number of query heads per key head."""
+        return self.queries // self.keys
+
+    def key_head(self, query_head: Any) -> Any:
+        return quotient(query_head, self.group)
+
+    def query(self, query_head: Any) -> Any:
+        """Return the index of the queries along the axis of heads of `flat(q)`."""
+        if not self.packed:
+            return query_head
+        return self.key_head(query_head) * (self.group + 2) + remainder(query_head, self.group)
+
+    def key(self, key_head: Any) -> Any:
+        return key_head * (self.group + 2) + self.group if self.packed else key_head
+
+    def value(self, key_head: Any) -> Any:
+        return self.key(key_head) + self.packed
+
+    def shape(self, a: Any, heads: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype of an array with this number of heads, and otherwise as a."""
+        return jax.ShapeDtypeStruct((*a.shape[:2], heads, a.shape[-1]), a.dtype)
+
+    def flat(self, *arrays: Array) -> list[Array]:
+        """Return arrays with one axis of heads, padded with zeros to whole swizzled tiles along the positions."""
+        return [aligned(a.reshape(*a.shape[:2], -1, a.shape[-1])) for a in arrays]
+
+
 class Row(NamedTuple):
     """One row of tiles of a head.
 
@@ -159,7 +206,7 @@ class Rows(NamedTuple):
             lax.fori_loop(0, schedule[program, 0], compute_next, (schedule[program, 1], jnp.int32(0)))
 
 
-def rows_of(own: Array, read: Array, tiles: int, visits: Visits, *, last_first: bool, persistent: bool) -> Rows:
+def rows_of(own: Any, read: Any, tiles: int, visits: Visits, *, last_first: bool, persistent: bool) -> Rows:
     """Return the order for `tiles` rows of tiles per head of `own`, such as the queries. Each row reads two arrays of
     the shape of `read`, such as the keys and the values. `width` is chosen so that what its heads read fits into half
     of the L2 cache.
@@ -275,8 +322,9 @@ def padded_statistics(lse: Array, delta: Array, queries: int) -> tuple[Array, Ar
 def unsupported(q: Any, k: Any, v: Any, scale: float) -> str | None:
     if len({a.dtype for a in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {q.dtype}, {k.dtype}, and {v.dtype}, only bfloat16 or float16 for all"
-    if q.shape[3] not in HEADS or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
-        return f"head dimensions of {q.shape[3]}, {k.shape[3]}, and {v.shape[3]}, only 32, 64, 128, or 256 for all"
+    dimensions = [a.shape[-1] for a in (q, k, v)]
+    if dimensions[0] not in HEADS or len({*dimensions}) > 1:
+        return "head dimensions of {}, {}, and {}, only 32, 64, 128, or 256 for all".format(*dimensions)
     if q.shape[2] % k.shape[2]:
         return f"{q.shape[2]} query heads and {k.shape[2]} key heads, only multiples"
     if not scale > 0:

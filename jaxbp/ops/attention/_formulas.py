@@ -16,6 +16,23 @@ from jaxbp.common.numerics import cast, upcast, wide
 from pallas_kernels.attention.tiles import Masks
 
 
+def separate(q: Array, k: Array | None, v: Array | None) -> tuple[Array, Array, Array]:
+    """Return queries, keys, and values. If k is None, q is packed: it has the shape `(batch, positions, heads of k,
+    group + 2, head_dim)`, and for each head of k the queries that attend to it, the key, and the value."""
+    if k is not None:
+        return q, k, v
+    queries, k, v = jnp.split(q, [q.shape[3] - 2, q.shape[3] - 1], axis=3)
+    return tuple(a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (queries, k, v))
+
+
+def as_given(k: Array | None, dq: Array, dk: Array, dv: Array) -> tuple[Array, Array | None, Array | None]:
+    """Return the gradients of q, k, and v, with None for k and v if q is packed."""
+    if k is not None:
+        return dq, dk, dv
+    dq, dk, dv = (a.reshape(*dk.shape[:3], -1, dk.shape[3]) for a in (dq, dk, dv))
+    return jnp.concatenate([dq, dk, dv], axis=3), None, None
+
+
 def valid_pairs(keys: Array, bias: Array | None, masks: Masks) -> Array | None:
     """Return whether each pair is valid, as booleans that broadcast to the scores, or None if all pairs are valid.
 
@@ -33,13 +50,16 @@ def valid_pairs(keys: Array, bias: Array | None, masks: Masks) -> Array | None:
 
 
 def without_unpaired(
-    q: Array, k: Array, v: Array, masks: Masks, *, intervals_pair_all: bool
-) -> tuple[Array, Array, Array]:
+    q: Array, k: Array | None, v: Array | None, masks: Masks, *, intervals_pair_all: bool
+) -> tuple[Array, Array | None, Array | None]:
     """Set queries, keys, and values to 0 if one of the masks excludes them from all pairs, because a product of 0 and
     NaN would be NaN.
 
     `intervals_pair_all` is whether the intervals exclude no query and no key from all pairs.
     """
+    if masks.mask is None and intervals_pair_all and masks.query_segments is masks.key_segments:
+        return q, k, v
+    given, (q, k, v) = k, separate(q, k, v)
     of_queries, of_keys = [], []
     if masks.mask is not None:
         of_queries.append(jnp.swapaxes(jnp.any(masks.mask, axis=3), 1, 2))
@@ -60,7 +80,7 @@ def without_unpaired(
     def only(conditions, a):
         return jnp.where(functools.reduce(operator.and_, conditions)[..., None], a, 0) if conditions else a
 
-    return only(of_queries, q), only(of_keys, k), only(of_keys, v)
+    return as_given(given, only(of_queries, q), only(of_keys, k), only(of_keys, v))
 
 
 def _are_among(ids: Array, others: Array) -> Array:
@@ -116,8 +136,8 @@ def where_key(has_key: Array, a: Array) -> Array:
 
 def attention_by_autodiff(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | None,
+    v: Array | None,
     bias: Array | None,
     masks: Masks,
     *,
@@ -127,6 +147,7 @@ def attention_by_autodiff(
 ) -> Any:
     """Return the result, and with `return_residual` also the log-sum-exp of the scores. This function stores all
     scores. It calls `jax.nn.dot_product_attention` if that function has all the options that are given."""
+    q, k, v = separate(q, k, v)
     if masks.known.before is not None or masks.known.after is not None:
         masks = masks.with_intervals(q.shape[1], k.shape[1])
     valid = valid_pairs(jnp.arange(k.shape[1], dtype=jnp.int32), bias, masks)

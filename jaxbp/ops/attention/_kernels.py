@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxbp.common.numerics import cast, upcast
 from jaxbp.ops.attention._chunks import attend, gradients
-from jaxbp.ops.attention._formulas import where_key
+from jaxbp.ops.attention._formulas import as_given, separate, where_key
 from jaxbp.pairing import Axes, differentiable
 from pallas_kernels.attention.backward_bias_sm90 import backward_bias
 from pallas_kernels.attention.backward_keys_sm90 import backward_keys
@@ -31,7 +31,9 @@ def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float
     """Return why the kernels do not support the arguments, or None."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype}, only bfloat16 and float16"
-    features = max(q.shape[3], v.shape[3])
+    if k is None:
+        k = v = q
+    features = max(q.shape[-1], v.shape[-1])
     if features > HEADS[-1]:
         return f"heads of {features} features, at most {HEADS[-1]}"
     if bias is not None and bias.dtype not in _BIAS_DTYPES:
@@ -42,7 +44,7 @@ def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float
         return "2^31 or more elements"
     if q.shape[0] == 0:
         return None
-    q, k, v = (jax.ShapeDtypeStruct((*a.shape[:3], _padded_features(q, v)), a.dtype) for a in (q, k, v))
+    q, k, v = (jax.ShapeDtypeStruct((*a.shape[:-1], _padded_features(q, v)), a.dtype) for a in (q, k, v))
     return forward.unsupported(q, k, v, scale=scale)
 
 
@@ -66,15 +68,17 @@ def _with_kernel(kernel: Callable, formula: Callable, *names: str) -> Callable:
 
 
 def _attend(q, k, v, bias, masks, **options):
+    if k is None:
+        k = v = q
     arrays, masks = _padded(q, k, v), _masks(q, k, bias, masks)
     config = forward.plan(*arrays, **options)
     visits, _ = visited_tiles(masks, k.shape[1], config.tile)
     y, error, logsumexp = forward(*arrays, masks, visits, config=config, **options)
-    return y[..., : v.shape[3]], error[..., : v.shape[3]], logsumexp
+    return y[..., : v.shape[-1]], error[..., : v.shape[-1]], logsumexp
 
 
 def _attend_by_formula(q, k, v, bias, masks, **options):
-    exact, largest, total = attend(q, k, v, bias, masks, **options)
+    exact, largest, total = attend(*separate(q, k, v), bias, masks, **options)
     y = cast(exact, q.dtype)
     return y, cast(exact - upcast(y), q.dtype), largest + jnp.log(total)
 
@@ -86,28 +90,39 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **opti
     delta = jnp.moveaxis(jnp.sum(upcast(dy) * (upcast(y) + upcast(error)), axis=3), 2, 1)
     if dlogsumexp is not None:
         delta -= dlogsumexp if has_key is None else jnp.where(has_key, dlogsumexp, 0.0)
+    is_packed, (k, v) = k is None, (k, v) if k is not None else (q, q)
     (*qkv, padded_dy), of_kernels = _padded(q, k, v, dy), _masks(q, k, bias, masks)
-    arrays = *qkv, padded_dy, logsumexp, delta, of_kernels
+    statistics = padded_dy, logsumexp, delta, of_kernels
 
-    def run(kernel, side):
+    def run(kernel, side, *others):
         config = kernel.plan(*qkv, **options)
         visits = visited_tiles(of_kernels, k.shape[1], config.tile)[side]
-        return kernel(*arrays, visits, config=config, **options)
+        return kernel(*qkv, *statistics, visits, *others, config=config, **options)
 
-    dq, (dk, dv) = run(backward_queries, 0), run(backward_keys, 1)
-    dq, dk, dv = (a[..., : like.shape[3]] for a, like in zip((dq, dk, dv), (q, k, v), strict=True))
+    dkv = run(backward_keys, 1)
+    if is_packed and backward_queries.plan(*qkv, **options).copies_gradients:
+        found = run(backward_queries, 0, dkv)[..., : q.shape[-1]], None, None
+    else:
+        padded = run(backward_queries, 0), *dkv
+        found = as_given(
+            None if is_packed else k, *(a[..., : like.shape[-1]] for a, like in zip(padded, (q, k, v), strict=True))
+        )
     if bias is None:
-        return dq, dk, dv, None
+        return *found, None
+    if is_packed:
+        qkv = separate(qkv[0], None, None)
     config = backward_bias.plan(*qkv, masks=of_kernels, **options)
-    return dq, dk, dv, cast(backward_bias(*arrays, config=config, **options), bias.dtype)
+    return *found, cast(backward_bias(*qkv, *statistics, config=config, **options), bias.dtype)
 
 
 def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options):
-    return gradients(dy, dlogsumexp, q, k, v, bias, masks, logsumexp, jnp.ones_like(logsumexp), **options)
+    statistics = logsumexp, jnp.ones_like(logsumexp)
+    *of_qkv, dbias = gradients(dy, dlogsumexp, *separate(q, k, v), bias, masks, *statistics, **options)
+    return *as_given(k, *of_qkv), dbias
 
 
 def _padded_features(q, v):
-    return next(size for size in HEADS if size >= max(q.shape[3], v.shape[3]))
+    return next(size for size in HEADS if size >= max(q.shape[-1], v.shape[-1]))
 
 
 def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
@@ -116,7 +131,8 @@ def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
     It is the smallest head dimension in `HEADS` that holds the features of q and v.
     """
     size = _padded_features(q, v)
-    return tuple(jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[3]),)) for a in (q, k, v, *others))
+    arrays = q, k, v, *others
+    return tuple(jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, size - a.shape[-1]),)) for a in arrays)
 
 
 def _masks(q, k, bias, masks):
@@ -128,9 +144,10 @@ def _masks(q, k, bias, masks):
 _ARGUMENTS = "q", "k", "v", "bias", "masks"
 attend_kernel = _with_kernel(_attend, _attend_by_formula, *_ARGUMENTS)
 """`attend_kernel(q, k, v, bias, masks, *, scale, softcap) -> (y, error, logsumexp)`, with y and its rounding error
-in the dtype of q, and logsumexp `(batch, heads, queries)`."""
+in the dtype of q, and logsumexp `(batch, heads, queries)`. If k and v are None, q is packed: see
+`_formulas.separate`."""
 gradients_kernel = _with_kernel(
     _gradients, _gradients_by_formula, "dy", "dlogsumexp", *_ARGUMENTS, "y", "error", "logsumexp"
 )
 """`gradients_kernel(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options) -> (dq, dk, dv, dbias)`.
-dlogsumexp and bias may be None."""
+dlogsumexp and bias may be None. If q is packed, dq is, too."""

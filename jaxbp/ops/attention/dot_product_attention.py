@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -18,7 +19,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import cast, clipped_to_int32, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.ops.attention._chunks import attend, gradients
-from jaxbp.ops.attention._formulas import attention_by_autodiff, without_unpaired
+from jaxbp.ops.attention._formulas import as_given, attention_by_autodiff, separate, without_unpaired
 from jaxbp.ops.attention._kernels import attend_kernel, gradients_kernel, unsupported
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, by_autodiff, in_dtypes_of
 from pallas_kernels.attention.tiles import Known, Masks, intervals
@@ -30,13 +31,13 @@ AnyResults = Float[AnyArray, "*batch T N value_features"]
 AnyLengths = Int[AnyArray, "batch"]
 AnySegments = Int[AnyArray, "*batch positions"]
 Results = Float[Array, "*batch T N value_features"]
-Gradients = tuple[Float[Array, "..."], ...]
+Gradients = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
 
 
-def _save(q, *arrays, return_residual, **options):
-    y, largest, total = attend(q, *arrays, **options)
+def _save(q, k, v, *others, return_residual, **options):
+    y, largest, total = attend(*separate(q, k, v), *others, **options)
     y = cast(y, q.dtype)
-    return (y, largest + jnp.log(total)) if return_residual else y, (q, *arrays, largest, total)
+    return (y, largest + jnp.log(total)) if return_residual else y, (q, k, v, *others, largest, total)
 
 
 def _save_kernel(*arrays, return_residual, **options):
@@ -53,9 +54,14 @@ def _backward(gradients, dy, *saved, return_residual, **options):
     return *gradients(dy, dlogsumexp, *saved, **options), None
 
 
+def _gradients(dy, dlogsumexp, q, k, v, *others, **options):
+    *of_qkv, dbias = gradients(dy, dlogsumexp, *separate(q, k, v), *others, **options)
+    return *as_given(k, *of_qkv), dbias
+
+
 def _default(*arrays, **options):
-    *_, v, _, _ = arrays
-    if wide(v.dtype) != v.dtype:  # autodiff rounds the gradients of the probabilities
+    *_, q, _, _, _, _ = arrays
+    if wide(q.dtype) != q.dtype:  # autodiff rounds the gradients of the probabilities
         return DefaultImplementation()
     return AUTODIFF_EVERYWHERE
 
@@ -68,7 +74,7 @@ _PAIRS = {
         save=save,
         name="dot_product_attention",
     )
-    for name, save, backward in (("xla", _save, gradients), ("pallas", _save_kernel, gradients_kernel))
+    for name, save, backward in (("xla", _save, _gradients), ("pallas", _save_kernel, gradients_kernel))
 }
 _public_op = functools.partial(Op, default=_default, partitioned=True, jit=True)
 
@@ -94,8 +100,8 @@ _DOT_PRODUCT_ATTENTION_BACKWARD = _public_op(
 @overload
 def dot_product_attention(
     query: AnyQueries,
-    key: AnyKeys,
-    value: AnyValues,
+    key: AnyKeys | None = None,
+    value: AnyValues | None = None,
     bias: Float[AnyArray, "..."] | None = None,
     mask: Bool[AnyArray, "..."] | None = None,
     *,
@@ -107,8 +113,8 @@ def dot_product_attention(
 @overload
 def dot_product_attention(
     query: AnyQueries,
-    key: AnyKeys,
-    value: AnyValues,
+    key: AnyKeys | None = None,
+    value: AnyValues | None = None,
     bias: Float[AnyArray, "..."] | None = None,
     mask: Bool[AnyArray, "..."] | None = None,
     *,
@@ -119,8 +125,8 @@ def dot_product_attention(
 
 def dot_product_attention(
     query: AnyQueries,
-    key: AnyKeys,
-    value: AnyValues,
+    key: AnyKeys | None = None,
+    value: AnyValues | None = None,
     bias: Float[AnyArray, "..."] | None = None,
     mask: Bool[AnyArray, "..."] | None = None,
     *,
@@ -147,7 +153,9 @@ def dot_product_attention(
     Args:
       query: `(batch, T, N, H)`, or `(T, N, H)` without a batch axis.
       key: `(batch, S, K, H)`. N is a multiple of K, and query head n attends to key head `n // (N // K)`.
-      value: `(batch, S, K, value_features)`.
+      value: `(batch, S, K, value_features)`. If key and value are None, `query` is packed: it has the shape
+        `(batch, T, K, N // K + 2, H)`, and for each key head the queries that attend to it, the key, and the value.
+        "pallas" then copies neither the parts of this array nor the parts of its gradient.
       bias: broadcasts to `(batch, N, T, S)`. It is not promoted with the other arrays.
       mask: True for valid pairs; broadcasts to `(batch, N, T, S)`.
       scale: by default, `1 / sqrt(H)`.
@@ -180,7 +188,7 @@ def dot_product_attention(
     found = _DOT_PRODUCT_ATTENTION(*arrays, **options, return_residual=return_residual, implementation=implementation)
     y, residual = found if return_residual else (found, None)
     residual = None if residual is None else jnp.swapaxes(residual, 1, 2)
-    if jnp.ndim(query) == 3:
+    if jnp.ndim(query) == 3 + (key is None):
         y, residual = y[0], None if residual is None else residual[0]
     return (y, residual) if return_residual else y
 
@@ -188,8 +196,8 @@ def dot_product_attention(
 def dot_product_attention_backward(
     dy: AnyResults,
     query: AnyQueries,
-    key: AnyKeys,
-    value: AnyValues,
+    key: AnyKeys | None = None,
+    value: AnyValues | None = None,
     bias: Float[AnyArray, "..."] | None = None,
     mask: Bool[AnyArray, "..."] | None = None,
     *,
@@ -214,7 +222,7 @@ def dot_product_attention_backward(
     Arguments and errors are as in `dot_product_attention`, after dy, which has the shape of y.
 
     Returns:
-      dq, dk, dv, and if bias is given, dbias.
+      dq, dk, dv, or if `query` is packed, its gradient; and if bias is given, dbias.
     """
     op, lengths = "dot_product_attention_backward", (query_seq_lengths, key_value_seq_lengths)
     segments = segment_ids, query_segment_ids, key_value_segment_ids
@@ -224,25 +232,38 @@ def dot_product_attention_backward(
     options |= dict(return_residual=False, implementation=implementation)
     found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, *arrays, **options)
     given = [checks.array(op, "", a) for a in (query, key, value, bias) if a is not None]
-    return in_dtypes_of(tuple(given), tuple(a.reshape(b.shape) for a, b in zip(found, given, strict=True)))
+    found = [a.reshape(b.shape) for a, b in zip(jax.tree.leaves(found), given, strict=True)]
+    return in_dtypes_of(*(of if len(given) > 1 else of[0] for of in (tuple(given), tuple(found))))
 
 
 def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segments, **dy):
     """Return q, k, v, bias, and masks, after dy if it is given, all with a batch axis."""
-    q, k, v, *dy = checks.floating(op, query=query, key=key, value=value, **dy)
-    if q.ndim not in (3, 4):
-        raise ValueError(f"{op}: query has shape {q.shape}; wants (batch, T, N, H) or (T, N, H)")
-    has_batch = q.ndim == 4
-    checks.shape(op, "query", q, *["batch"] * has_batch, "T", "N", "H")
-    lead, (queries, heads, features) = q.shape[:-3], q.shape[-3:]
-    checks.shape(op, "key", k, *lead, "S", "K", features)
-    keys, key_heads = k.shape[-3:-1]
-    checks.shape(op, "value", v, *lead, keys, key_heads, "value_features")
-    if heads % key_heads:
-        raise ValueError(f"{op}: query has {heads} heads; wants a multiple of {key_heads}, the number of key heads")
+    if (key is None) != (value is None):
+        missing, given = ("key", "value") if key is None else ("value", "key")
+        raise TypeError(f"{op}: {missing} is None, but {given} is given; wants both, or neither for a packed query")
+    if key is None:
+        q, *dy = checks.floating(op, query=query, **dy)
+        k = v = None
+        if q.ndim not in (4, 5) or q.shape[-2] < 3:
+            wanted = "(batch, T, K, N // K + 2, H) or (T, K, N // K + 2, H), because key and value are None"
+            raise ValueError(f"{op}: query has shape {q.shape}; wants {wanted}")
+        lead, (queries, key_heads, members, features) = q.shape[:-4], q.shape[-4:]
+        keys, heads, value_features = queries, key_heads * (members - 2), features
+    else:
+        q, k, v, *dy = checks.floating(op, query=query, key=key, value=value, **dy)
+        if q.ndim not in (3, 4):
+            raise ValueError(f"{op}: query has shape {q.shape}; wants (batch, T, N, H) or (T, N, H)")
+        lead, (queries, heads, features) = q.shape[:-3], q.shape[-3:]
+        checks.shape(op, "key", k, *lead, "S", "K", features)
+        keys, key_heads = k.shape[-3:-1]
+        checks.shape(op, "value", v, *lead, keys, key_heads, "value_features")
+        value_features = v.shape[-1]
+        if heads % key_heads:
+            raise ValueError(f"{op}: query has {heads} heads; wants a multiple of {key_heads}, the number of key heads")
     for a in dy:
-        checks.shape(op, "dy", a, *lead, queries, heads, v.shape[-1])
-    q, k, v, *dy = (a if has_batch else a[None] for a in (q, k, v, *dy))
+        checks.shape(op, "dy", a, *lead, queries, heads, value_features)
+    has_batch = bool(lead)
+    q, k, v, *dy = (a if a is None or has_batch else a[None] for a in (q, k, v, *dy))
     scores = q.shape[0], heads, queries, keys
     if bias is not None:
         checks.refuse_booleans(op, "bias", bias)
@@ -343,6 +364,7 @@ def _case(length: int, heads: int, features: int, key_heads: int = 0, bias: bool
 _CAUSAL = dict(is_causal=True)
 _REAL = {
     "128x4x64": (None, _case(128, 4, 64, key_heads=2, **_CAUSAL)),
+    "128x4x64 packed": (None, case_of((BATCH, 128, 4, 64), (BATCH, 128, 2, 4, 64), **_CAUSAL)),
     "8192x16x128": (4, _case(8192, 16, 128)),
     "8192x16x128 causal": (4, _case(8192, 16, 128, **_CAUSAL)),
     "8192x32x64 causal": (2, _case(8192, 32, 64, **_CAUSAL)),
