@@ -117,7 +117,8 @@ def op_workload(entry: Entry, place: str, forward: bool = False) -> Workload:
 
 
 def _share_of_scores(case):
-    queries, keys = (a.shape[1] for a in case.structs()[:2])
+    lengths = [a.shape[1] for a in case.structs()[:2]]
+    queries, keys = lengths[0], lengths[-1]  # packed queries, keys, and values are one array
     window = case.options.get("local_window_size")
     before, after = window if isinstance(window, tuple) else (window, window)
     query, key = np.arange(queries), np.arange(keys)

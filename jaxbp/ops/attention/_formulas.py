@@ -21,8 +21,9 @@ def separate(q: Array, k: Array | None, v: Array | None) -> tuple[Array, Array, 
     group + 2, head_dim)`, and for each head of k the queries that attend to it, the key, and the value."""
     if k is not None:
         return q, k, v
-    queries, k, v = jnp.split(q, [q.shape[3] - 2, q.shape[3] - 1], axis=3)
-    return tuple(a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (queries, k, v))
+    # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
+    parts = jnp.split(q, [-2, -1], axis=-2)
+    return tuple(a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in parts)
 
 
 def as_given(k: Array | None, dq: Array, dk: Array, dv: Array) -> tuple[Array, Array | None, Array | None]:

@@ -182,10 +182,11 @@ def dot_product_attention(
     """
     op, lengths = "dot_product_attention", (query_seq_lengths, key_value_seq_lengths)
     segments = segment_ids, query_segment_ids, key_value_segment_ids
-    arrays = _arrays(op, query, key, value, bias, mask, is_causal, lengths, local_window_size, segments)
-    options = _options(op, arrays[0], scale, softcap)
+    q, k, v, *others = _arrays(op, query, key, value, bias, mask, is_causal, lengths, local_window_size, segments)
+    options = _options(op, q, scale, softcap) | dict(implementation=implementation)
     return_residual = checks.boolean(op, "return_residual", return_residual)
-    found = _DOT_PRODUCT_ATTENTION(*arrays, **options, return_residual=return_residual, implementation=implementation)
+    qkv = separate(q, k, v) if implementation is None else (q, k, v)  # the kernels of packed arrays were not timed
+    found = _DOT_PRODUCT_ATTENTION(*qkv, *others, **options, return_residual=return_residual)
     y, residual = found if return_residual else (found, None)
     residual = None if residual is None else jnp.swapaxes(residual, 1, 2)
     if jnp.ndim(query) == 3 + (key is None):
@@ -227,10 +228,12 @@ def dot_product_attention_backward(
     op, lengths = "dot_product_attention_backward", (query_seq_lengths, key_value_seq_lengths)
     segments = segment_ids, query_segment_ids, key_value_segment_ids
     masks = mask, is_causal, lengths, local_window_size, segments
-    dy, *arrays = _arrays(op, query, key, value, bias, *masks, dy=dy)
-    options = _options(op, arrays[0], scale, softcap)
-    options |= dict(return_residual=False, implementation=implementation)
-    found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, *arrays, **options)
+    dy, q, k, v, *others = _arrays(op, query, key, value, bias, *masks, dy=dy)
+    options = _options(op, q, scale, softcap) | dict(return_residual=False, implementation=implementation)
+    qkv = separate(q, k, v) if implementation is None else (q, k, v)
+    found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, *qkv, *others, **options)
+    if key is None and implementation is None:
+        found = as_given(None, *found[:3]), found[3:]
     given = [checks.array(op, "", a) for a in (query, key, value, bias) if a is not None]
     found = [a.reshape(b.shape) for a, b in zip(jax.tree.leaves(found), given, strict=True)]
     return in_dtypes_of(*(of if len(given) > 1 else of[0] for of in (tuple(given), tuple(found))))
@@ -241,28 +244,29 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
     if (key is None) != (value is None):
         missing, given = ("key", "value") if key is None else ("value", "key")
         raise TypeError(f"{op}: {missing} is None, but {given} is given; wants both, or neither for a packed query")
-    if key is None:
-        q, *dy = checks.floating(op, query=query, **dy)
-        k = v = None
-        if q.ndim not in (4, 5) or q.shape[-2] < 3:
-            wanted = "(batch, T, K, N // K + 2, H) or (T, K, N // K + 2, H), because key and value are None"
-            raise ValueError(f"{op}: query has shape {q.shape}; wants {wanted}")
-        lead, (queries, key_heads, members, features) = q.shape[:-4], q.shape[-4:]
-        keys, heads, value_features = queries, key_heads * (members - 2), features
+    is_packed = key is None
+    given = dict(query=query) | ({} if is_packed else dict(key=key, value=value)) | dy
+    q, *others = checks.floating(op, **given)
+    k, v, *dy = (None, None, *others) if is_packed else others
+    axes = ("T", "K", "N // K + 2", "H") if is_packed else ("T", "N", "H")
+    if q.ndim not in (len(axes), len(axes) + 1) or (is_packed and q.shape[-2] < 3):
+        wanted = f"(batch, {', '.join(axes)}) or ({', '.join(axes)})"
+        raise ValueError(f"{op}: query has shape {q.shape}; wants {wanted}{', without a key' * is_packed}")
+    has_batch = q.ndim > len(axes)
+    checks.shape(op, "query", q, *["batch"] * has_batch, *axes)
+    lead, (queries, heads, features) = q.shape[: -len(axes)], (q.shape[-len(axes)], *q.shape[-2:])
+    if is_packed:
+        keys, key_heads, value_features = queries, q.shape[-3], features
+        heads = key_heads * (heads - 2)
     else:
-        q, k, v, *dy = checks.floating(op, query=query, key=key, value=value, **dy)
-        if q.ndim not in (3, 4):
-            raise ValueError(f"{op}: query has shape {q.shape}; wants (batch, T, N, H) or (T, N, H)")
-        lead, (queries, heads, features) = q.shape[:-3], q.shape[-3:]
         checks.shape(op, "key", k, *lead, "S", "K", features)
         keys, key_heads = k.shape[-3:-1]
         checks.shape(op, "value", v, *lead, keys, key_heads, "value_features")
         value_features = v.shape[-1]
-        if heads % key_heads:
-            raise ValueError(f"{op}: query has {heads} heads; wants a multiple of {key_heads}, the number of key heads")
+    if heads % key_heads:
+        raise ValueError(f"{op}: query has {heads} heads; wants a multiple of {key_heads}, the number of key heads")
     for a in dy:
         checks.shape(op, "dy", a, *lead, queries, heads, value_features)
-    has_batch = bool(lead)
     q, k, v, *dy = (a if a is None or has_batch else a[None] for a in (q, k, v, *dy))
     scores = q.shape[0], heads, queries, keys
     if bias is not None:

@@ -107,9 +107,9 @@ def test_a_checkpointed_block_has_the_same_gradients_and_keeps_its_input_and_att
         pullback = jax.eval_shape(lambda parameters: jax.vjp(hidden, parameters)[1], parameters)
         return {a.shape for a in jax.tree.leaves(pullback)}
 
-    statistics, hidden, keys = (2, 4, LENGTH), (2, LENGTH, 12), (2, LENGTH, 2, 4)
-    assert {statistics, hidden, keys} <= kept(False)
-    assert statistics in kept(True) and not {hidden, keys} & kept(True)
+    statistics, hidden, heads = (2, 4, LENGTH), (2, LENGTH, 12), (2, LENGTH, 2, 4, 4)
+    assert {statistics, hidden, heads} <= kept(False)
+    assert statistics in kept(True) and not {hidden, heads} & kept(True)
 
 
 def test_the_backward_of_a_checkpointed_block_does_not_repeat_the_attention_kernel(on_hopper):

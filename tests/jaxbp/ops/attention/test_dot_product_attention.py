@@ -172,6 +172,34 @@ def test_without_a_batch_axis_the_results_are_those_of_one_example(implementatio
     assert [a.shape for a in backward] == [(T, N, H), (S, K, H), (S, K, 5), (N, T, S)]
 
 
+PACKED, DY_OF_PACKED = normal((B, T, K, N // K + 2, H), (B, T, N, H))
+OF_PACKED = {
+    "causal": dict(is_causal=True),
+    "lengths": dict(query_seq_lengths=LENGTHS[0], key_value_seq_lengths=LENGTHS[0] + 1),
+    "bias": dict(bias=normal((N, T, T))[0]),
+}
+
+
+def separate(packed):
+    return packed[:, :, :, :-2].reshape(B, T, N, H), packed[:, :, :, -2], packed[:, :, :, -1]
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "autodiff"])
+@pytest.mark.parametrize("name", OF_PACKED)
+def test_packed_queries_keys_and_values_give_the_results_and_the_packed_gradient_of_their_parts(name, implementation):
+    options = OF_PACKED[name] | dict(implementation=implementation)
+    of_parts = functools.partial(dot_product_attention, **options)
+    expected, vjp = jax.vjp(lambda packed: of_parts(*separate(packed)), PACKED)
+    actual, packed_vjp = jax.vjp(of_parts, PACKED)
+    assert_close(actual, expected, "float32")
+    assert_close(packed_vjp(DY_OF_PACKED), vjp(DY_OF_PACKED), "float32")
+    gradients = dot_product_attention_backward(DY_OF_PACKED, PACKED, **options)
+    assert_close(jax.tree.leaves(gradients)[0], vjp(DY_OF_PACKED)[0], "float32")
+    assert len(jax.tree.leaves(gradients)) == 1 + ("bias" in options)
+    of_one = dot_product_attention(PACKED[0], implementation=implementation)
+    assert_close(of_one, dot_product_attention(PACKED, implementation=implementation)[0], "float32")
+
+
 @values
 def test_one_segment_per_position_of_both_is_segment_ids(implementation):
     options = dict(segment_ids=SEGMENTS[0], implementation=implementation)
@@ -452,6 +480,16 @@ REFUSED = {
         ValueError,
         dict(query=jnp.zeros((B, 0, N, H))),
         r"query has shape .*; wants .* with T of at least 1",
+    ),
+    "value without key": (
+        TypeError,
+        dict(key=None),
+        "key is None, but value is given; wants both, or neither for a packed query",
+    ),
+    "packed query without values": (
+        ValueError,
+        dict(query=jnp.zeros((B, T, K, 2, H)), key=None, value=None),
+        r"query has shape \(2, 6, 2, 2, 3\); wants \(batch, T, K, N // K \+ 2, H\) or .*, without a key",
     ),
     "head size": (ValueError, dict(key=jnp.zeros((B, S, K, 4))), r"key has shape \(2, 9, 2, 4\); wants \(2, S, K, 3\)"),
     "batch": (ValueError, dict(key=jnp.zeros((3, S, K, H))), r"key has shape \(3, 9, 2, 3\); wants \(2, S, K, 3\)"),
