@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention import structs
-from helpers import cuda_program
+from attention import FEW_CTAS, can_simulate, structs
+from helpers import cuda_program, on_the_cpu
 
 from pallas_kernels.attention import (
     backward_bias_sm90,
@@ -15,8 +15,9 @@ from pallas_kernels.attention import (
     forward_sm90,
     scores_sm90,
 )
-from pallas_kernels.attention.tiles import Masks, Visits, visited_tiles
-from pallas_kernels.core.device import HOPPER
+from pallas_kernels.attention.tiles import Known, Masks, Visits, visited_tiles
+from pallas_kernels.core.device import HOPPER, targeting
+from pallas_kernels.core.simulator import simulated
 
 
 def test_padding_is_masked():
@@ -98,3 +99,54 @@ def test_rows_of_masks_that_are_not_known_have_no_schedule():
     known, traced = (Visits(np.zeros((1, 4, 4), np.int32), array([[1, 2, 3, 4]])) for array in (np.array, jnp.array))
     assert of(known, persistent=False).programs == of(traced, persistent=True).programs == 24
     assert of(known, persistent=True).schedule is not None
+
+
+def separate(packed):
+    queries = packed[:, :, :, :-2].reshape(*packed.shape[:2], -1, packed.shape[-1])
+    return queries, packed[:, :, :, -2], packed[:, :, :, -1]
+
+
+def joined(dq, dk, dv):
+    return jnp.concatenate([dq.reshape(*dk.shape[:3], -1, dk.shape[3]), dk[:, :, :, None], dv[:, :, :, None]], axis=3)
+
+
+def results_and_gradient(qkv, do, packed):
+    """Return o and the packed gradient."""
+    q, k, v = qkv
+    length = q.shape[1]
+    masks = Masks(known=Known(after=0, has_keys=True)).with_intervals(length, length, np)
+
+    def run(kernel, side, *arrays):
+        config = kernel.plan(q, k, v, scale=0.3)
+        return kernel(*arrays, visited_tiles(masks, length, config.tile)[side], scale=0.3, config=config)
+
+    o, _, lse = run(forward_sm90.forward, 0, q, k, v, masks)
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3).swapaxes(1, 2)
+    arrays = q, k, v, do, lse, delta, masks
+    dkv = run(backward_keys_sm90.backward_keys, 1, *arrays)
+    if not packed:
+        return o, joined(run(backward_queries_sm90.backward_queries, 0, *arrays), *dkv)
+    config = backward_queries_sm90.backward_queries.plan(q, k, v, scale=0.3)
+    visits, _ = visited_tiles(masks, length, config.tile)
+    return o, backward_queries_sm90.backward_queries(*arrays, visits, dkv, scale=0.3, config=config)
+
+
+@can_simulate
+@pytest.mark.parametrize(("length", "key_heads", "group", "head"), [(200, 2, 1, 64), (140, 1, 2, 128)])
+def test_packed_arrays_give_the_bits_of_separate_arrays(length, key_heads, group, head):
+    keys = jax.random.split(jax.random.key(length), 2)
+    packed = jax.random.normal(keys[0], (1, length, key_heads, group + 2, head), jnp.bfloat16)
+    do = jax.random.normal(keys[1], (1, length, key_heads * group, head), jnp.bfloat16)
+    with on_the_cpu(), targeting(FEW_CTAS), simulated():
+        actual = jax.jit(lambda a, do: results_and_gradient((a,) * 3, do, packed=True))(packed, do)
+        expected = jax.jit(lambda a, do: results_and_gradient(separate(a), do, packed=False))(packed, do)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("head", [64, 128])
+def test_packed_arrays_lower_for_cuda(head, on_hopper):
+    packed = jax.ShapeDtypeStruct((2, 1000, 3, 4, head), jnp.bfloat16)
+    do = jax.ShapeDtypeStruct((2, 1000, 6, head), jnp.bfloat16)
+    program = cuda_program(lambda a, do: results_and_gradient((a,) * 3, do, packed=True), packed, do)
+    assert program.count("mosaic_gpu") >= 3
