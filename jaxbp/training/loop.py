@@ -240,11 +240,14 @@ def _refuse_divergence(
     # After an epoch's last update, only the test loss shows infinite parameters.
     if test_loss is not None and not np.isfinite(test_loss):
         raise FloatingPointError(f"the test loss became {test_loss} after epoch {epoch}, {stopped}")
-    arrays = [array for array in map(np.asarray, jax.tree.leaves(params)) if array.size]
-    largest = float(np.max([(array.max(), -array.min()) for array in arrays]))
-    mean = float(losses.mean(dtype=np.float64))
+    largest, mean = float(_largest(params)), float(losses.mean(dtype=np.float64))
     for name, value, most in (("training loss", mean, MOST_LOSS), ("largest parameter", largest, MOST_PARAMETER)):
         if not value <= most:  # NaN as well
             raise FloatingPointError(
                 f"training diverged: the {name} is {value:.3g} after epoch {epoch}, above the limit {most:g}, {stopped}"
             )
+
+
+@jax.jit  # on the device, because the parameters may take more time to copy than the epoch
+def _largest(params: PyTree) -> Float[Array, ""]:
+    return jnp.max(jnp.stack([jnp.max(jnp.abs(array)) for array in jax.tree.leaves(params) if array.size]))
