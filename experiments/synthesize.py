@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.configs import LogicConfig, LogicConvConfig
+from experiments.configs import LogicConfig, LogicConvConfig, effective
 from experiments.output.errors import UserError, run_command
 from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
@@ -53,6 +53,7 @@ def _main(config: SynthesizeConfig, command: str) -> int:
         "chip": device.title,
         "device_option": config.device,
         "table_inputs": device.inputs,
+        "settings": effective(trained),
         "test_accuracy": read_metrics(config.run_dir)[-1].test_accuracy,
         "gate_count": len(netlist),
         "levels_per_register": config.registers,

