@@ -133,6 +133,8 @@ class LogicConfig(GateConfig):
     """Number of inputs per gate."""
     parametrization: Parametrization | None = None
     """Parametrization of the gates: see jaxbp.gate_layer. None: softmax, or with arity 4 input_wise."""
+    straight_through: bool = False
+    """Train hardened gates, with the gradients of relaxed gates."""
 
     def __post_init__(self):
         for field in ("target", "categorical_features"):
@@ -203,6 +205,7 @@ class LogicConfig(GateConfig):
             initialization=self.initialization,
             arity=self.arity,
             parametrization=self.parametrization,
+            straight_through=self.straight_through,
             implementation=self.implementation,
             dtype=self.policy.compute_dtype,
             rngs=nnx.Rngs(key),

@@ -5,7 +5,7 @@ from typing import Any, Required, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Shaped
 
@@ -22,6 +22,7 @@ from jaxbp.logic.gates import (
     hard_logits,
     harden,
     initial_logits,
+    with_gradient_of,
 )
 from jaxbp.logic.ops.gate_layer import gate_layer
 from jaxbp.logic.ops.lut_layer import lut_layer
@@ -49,6 +50,7 @@ class GateOptions(TypedDict, total=False):
     initialization: Initialization
     parametrization: Parametrization | None
     residual_logit: float | None
+    straight_through: bool
     implementation: Implementation
     dtype: DTypeLike
     rngs: Required[nnx.Rngs]
@@ -69,6 +71,7 @@ class Gates(nnx.Module):
         *,
         arity: Arity = 2,
         parametrization: Parametrization | None = None,
+        straight_through: bool = False,
         implementation: Implementation = None,
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -78,7 +81,7 @@ class Gates(nnx.Module):
         options = initial | dict(arity=arity, parametrization=parametrization)
         self.logits = initial_parameters(*shape, rngs=rngs, **options)
         self.wires = nnx.Variable(wires)
-        self.arity, self.parametrization = arity, parametrization
+        self.arity, self.parametrization, self.straight_through = arity, parametrization, straight_through
         self.implementation, self.dtype = implementation, dtype
 
     def harden(self) -> Array:
@@ -86,11 +89,15 @@ class Gates(nnx.Module):
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, wires=None, **options):
-        logits = self.logits[...]
-        if hard:
-            logits = hard_logits(self.harden(), self.parametrization, arity=self.arity)
         options |= dict(parametrization=self.parametrization, implementation=self.implementation)
-        return op(logits, wires or self.wires.get_value(), x.astype(self.dtype), **options)
+
+        def gates(logits):
+            return op(logits, wires or self.wires.get_value(), x.astype(self.dtype), **options)
+
+        if not (hard or self.straight_through):
+            return gates(self.logits[...])
+        hardened = gates(hard_logits(self.harden(), self.parametrization, arity=self.arity))
+        return hardened if hard else with_gradient_of(gates(self.logits[...]), lax.stop_gradient(hardened))
 
 
 class LogicLayer(Gates):
@@ -102,6 +109,7 @@ class LogicLayer(Gates):
       arity: the number of inputs per gate. A gate with 4 inputs reads two neighboring pairs of `wires`.
       initialization, residual_logit: as in `jaxbp.initial_logits`.
       parametrization: as in `jaxbp.initial_logits`. None: "softmax" for gates of 2 inputs, "input_wise" for 4.
+      straight_through: in training, compute hardened gates in the forward, and the gradients of relaxed gates.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
     """

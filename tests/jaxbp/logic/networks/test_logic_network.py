@@ -128,6 +128,19 @@ def test_the_hardened_network_of_gates_with_four_inputs_is_its_circuit(wiring):
     assert np.array_equal(netlist(np.asarray(x) > 0), outputs) and np.array_equal(simple(np.asarray(x) > 0), outputs)
 
 
+@pytest.mark.parametrize("arity", [2, 4])
+def test_straight_through_gates_are_hardened_and_have_the_gradients_of_relaxed_gates(arity):
+    options = dict(arity=arity, initialization="normal", parametrization="input_wise")
+    trained, relaxed = (
+        LogicLayer(Wires.random(8, 3 * arity, 0), straight_through=through, rngs=nnx.Rngs(0), **options)
+        for through in (True, False)
+    )
+    x = jax.random.uniform(jax.random.key(1), (5, 8))
+    np.testing.assert_array_equal(trained(x), relaxed(x, hard=True))
+    gradients = [nnx.grad(lambda layer: jnp.sum(layer(x)))(layer) for layer in (trained, relaxed)]
+    assert_close(*(jax.tree.leaves(gradient) for gradient in gradients), 1e-6)
+
+
 def test_half_precision_is_that_of_what_flows_through_the_gates_alone():
     network = LogicNetwork(8, [12, 10], 5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert network.layers[0](bits((3, 8))).dtype == jnp.bfloat16
