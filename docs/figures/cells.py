@@ -82,7 +82,7 @@ def link(name: str) -> str:
     return f"[{name}.json](results/{name}.json)"
 
 
-PEERS_ON_TORCH = {"Liger-Kernel", "QuACK", "cuDNN", "torchlogix"}
+PEERS_ON_TORCH = {"causal-conv1d", "Liger-Kernel", "Liger-Kernel (CuTe)", "QuACK", "cuDNN", "torchlogix"}
 
 
 def packages(report: Report) -> str:

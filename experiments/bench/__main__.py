@@ -29,13 +29,13 @@ import tyro
 from experiments.bench import compare, reproduce
 from experiments.bench.measure import settling_seconds
 from experiments.bench.peers import VariantChoice
-from experiments.bench.peers.table import installed
+from experiments.bench.peers.table import PEERS, installed
 from experiments.bench.report import print_table
 from experiments.bench.roofline import measured_rates
 from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.selection import quick, selected
 from experiments.bench.workloads import Workload
-from experiments.output.errors import UserError, kept_in, run_command
+from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
 from experiments.output.files import refuse_unwritable
 from experiments.output.results import keep, provenance
 
@@ -68,8 +68,8 @@ class BenchConfig:
     """Time ops on arrays whose last axis is the batch, as kernels pass them to each other."""
     forward: bool = False
     """Time ops without their gradients."""
-    peers: bool = False
-    """Also time the installed peers, which are other libraries such as PyTorch and cuDNN."""
+    peers: tuple[str, ...] | None = None
+    """Also time peers, which are other libraries such as PyTorch and cuDNN. Without names, all installed peers."""
     peer_variants: VariantChoice = "best"
     """Variants of each peer to time: `best`, the fastest, or `all`, also eager and in both precisions."""
     compile_seconds: bool = False
@@ -107,7 +107,7 @@ def _report(config: BenchConfig, command: str) -> dict[str, Any]:
     started = time.monotonic()
     check(config)
     workloads = selected(config.cases, config.batch_last, config.forward)
-    if config.peers:
+    if config.peers is not None:
         # Set before JAX starts, so that it leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
@@ -124,10 +124,11 @@ def check(config: BenchConfig) -> None:
             raise UserError(f"--{name} is {' '.join(values) or 'empty'}; wants at least one value, and no value twice")
     if min(config.batch, default=1) < 1:
         raise UserError(f"--batch is {min(config.batch)}; wants at least 1")
-    if config.batch_last and config.peers:
+    if config.batch_last and config.peers is not None:
         raise UserError("--batch-last is given with --peers; wants only one of them: peers need a leading batch axis")
     if config.time_limit is not None and not config.time_limit >= 0:
         raise UserError(f"--time-limit is {config.time_limit}; wants at least 0 seconds")
+    refuse_unknown("peer", config.peers or (), PEERS)
     refuse_unwritable(config.json)
 
 
@@ -137,11 +138,11 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
     if not on_gpu:
         print("no GPU: pallas is left out, because kernels would run in an interpreter; times are CPU times")
-    peers, left_out = installed() if config.peers else ({}, {})
+    peers, left_out = ({}, {}) if config.peers is None else installed(config.peers)
     report = provenance(command)
     report["versions"] |= {name: peer.version for name, peer in peers.items()}
     report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision), "left_out": left_out}
-    times_only = config.quick and not config.peers
+    times_only = config.quick and config.peers is None
     report["settling_seconds"] = settling_seconds(times_only)
     limit = QUICK_SECONDS if config.quick and config.time_limit is None else config.time_limit
     end = math.inf if limit is None else started + limit

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import metadata
 from typing import NamedTuple
 
@@ -20,12 +20,12 @@ class Peer(NamedTuple):
     variants: Callable[[Task], Iterable[Variant]]
 
 
-def installed() -> tuple[dict[str, Peer], dict[str, str]]:
-    """Return the peers that can be imported, and the errors of the others, by name."""
+def installed(names: Collection[str] = ()) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Return the peers that can be imported, and the errors of the others, by name: of all peers, or of `names`."""
     peers, errors = {}, {}
-    for name, load in PEERS.items():
+    for name in names or PEERS:
         try:
-            peers[name] = load()
+            peers[name] = PEERS[name]()
         except Exception as error:  # a broken installation can raise anything
             errors[name] = " ".join(str(error).split())
     return peers, errors
@@ -36,17 +36,24 @@ def module(name: str) -> Peer:
     return Peer(found.VERSION, found.variants)
 
 
-def on_torch(package: str, forwards: Mapping[str, Callable], backwards: Mapping[str, Callable], best: int = 1) -> Peer:
+EAGER = {"linear_softmax_cross_entropy"}
+"""Ops for which a peer may read a tensor on the host, which a CUDA graph cannot capture."""
+
+
+def on_torch(package: str, forwards: Mapping[str, Callable], backwards: Mapping[str, Callable]) -> Peer:
     """Return a peer that consists of functions of PyTorch tensors, timed in eager mode and in CUDA graphs.
 
     `forwards` and `backwards` map names of ops to functions. Functions in `backwards` return gradients. PyTorch's
-    autograd differentiates the functions in `forwards`. `package` is the package whose version is reported. `best` is
-    as in `experiments.bench.peers.torch.variants_of`.
+    autograd differentiates the functions in `forwards`. `package` is the package whose version is reported.
     """
     from experiments.bench.peers.torch import ops, variants_of
 
     def variants(task):
-        return variants_of(task, ops(forwards, backwards), [], best) if task.op in forwards | backwards else ()
+        if task.op not in forwards | backwards:
+            return []
+        found = variants_of(task, ops(forwards, backwards), [], best=2 if task.op in EAGER else 1)
+        keep_all = task.op not in EAGER or task.choice == "all"
+        return [variant for variant in found if keep_all or variant[0].startswith("eager")]
 
     return Peer(metadata.version(package), variants)
 
@@ -78,14 +85,17 @@ def liger() -> Peer:
         "linear_softmax_cross_entropy": linear_softmax_cross_entropy,
         "rms_norm": lambda x, scale: LigerRMSNormFunction.apply(x, scale, EPS, 0.0, "gemma", False),
     }
-    version, found = on_torch("liger-kernel", forwards, {"layer_norm_backward": backward}, best=2)
+    return on_torch("liger-kernel", forwards, {"layer_norm_backward": backward})
 
-    def variants(task):
-        # The dense layer with cross-entropy reads a tensor on the host, which a CUDA graph cannot capture.
-        wanted = "eager" if task.op == "linear_softmax_cross_entropy" else "CUDA graph"
-        return [variant for variant in found(task) if task.choice != "best" or variant[0].startswith(wanted)]
 
-    return Peer(version, variants)
+def liger_cute() -> Peer:
+    """Return the peer Liger-Kernel in the CuTe DSL: its dense layer with cross-entropy, for Hopper."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import LigerFusedLinearCrossEntropySM90Function
+
+    def linear_softmax_cross_entropy(x, w, labels, *, reduction="mean"):
+        return LigerFusedLinearCrossEntropySM90Function.apply(x, w, labels, -100, reduction)
+
+    return on_torch("liger-kernel", {"linear_softmax_cross_entropy": linear_softmax_cross_entropy}, {})
 
 
 def quack() -> Peer:
@@ -201,6 +211,7 @@ PEERS: Mapping[str, Callable[[], Peer]] = {
     "PyTorch": functools.partial(module, "torch"),
     "causal-conv1d": causal_conv1d,
     "Liger-Kernel": liger,
+    "Liger-Kernel (CuTe)": liger_cute,
     "QuACK": quack,
     "cuDNN": cudnn,
     "tokamax": tokamax,

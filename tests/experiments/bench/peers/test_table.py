@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bench import __main__ as bench
 from experiments.bench import peers
 from experiments.bench.peers import published_automaton, table
 from experiments.bench.rows import Case, Settings
@@ -12,7 +13,7 @@ from experiments.bench.rows import Case, Settings
 
 def test_without_their_libraries_there_are_no_peers_but_the_reasons(monkeypatch):
     libraries = {"PyTorch": "torch", "causal-conv1d": "causal_conv1d", "Liger-Kernel": "liger_kernel"}
-    libraries |= {"QuACK": "quack", "cuDNN": "torch"}
+    libraries |= {"Liger-Kernel (CuTe)": "liger_kernel", "QuACK": "quack", "cuDNN": "torch"}
     libraries |= {"tokamax": "tokamax", "torchlogix": "torch"}  # cuDNN's and torchlogix's modules import torch first
     for library in libraries.values():
         monkeypatch.setitem(sys.modules, library, None)
@@ -29,6 +30,15 @@ def test_a_run_without_the_peers_asked_for_goes_on(quickly, monkeypatch):
     code, report = quickly("--peers")
     assert code == 0 and all(row["peer"] is None for row in report["rows"])
     assert report["left_out"] == {"Peer": "No module named 'experiments.bench.peers.no_such_module'"}
+
+
+def test_only_named_peers_are_loaded(quickly, monkeypatch, capsys):
+    names = ["published automaton", "JAX's cuDNN"]
+    monkeypatch.setattr(table, "PEERS", {name: functools.partial(table.module, name) for name in names})
+    monkeypatch.setattr(bench, "PEERS", table.PEERS)
+    _, report = quickly("--peers", "JAX's cuDNN")
+    assert list(report["left_out"]) == ["JAX's cuDNN"]
+    assert quickly("--peers", "no peer")[0] == 2 and "unknown peer no peer" in capsys.readouterr().err
 
 
 def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_timed():
