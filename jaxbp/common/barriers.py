@@ -27,17 +27,13 @@ def on_cpu(arrays: Any) -> Any:
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 
-def recomputed(*arrays: Array) -> tuple[Array, ...]:
-    """Return floating arrays from which a backward computes values of its forward again, such as `tanh(x)`.
+def recomputed(a: Array) -> Array:
+    """Return a floating array from which a backward computes values of its forward again, such as `tanh(x)`.
 
-    XLA merges equal expressions. On a GPU, it would keep these values from the forward as residuals, so the arrays are
+    XLA merges equal expressions. On a GPU, it would keep these values from the forward as residuals, so the array is
     multiplied by a 1 whose value XLA does not know. On a CPU, keeping the values is faster.
     """
-
-    def times_one(a):
-        return a * _on_gpu(lax.optimization_barrier, jnp.ones((), a.dtype))
-
-    return tuple(map(times_one, arrays))
+    return a * _on_gpu(lax.optimization_barrier, jnp.ones((), a.dtype))
 
 
 def stored(residual: Array) -> Array:

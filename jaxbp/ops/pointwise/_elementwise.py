@@ -41,7 +41,10 @@ class Elementwise(Pair):
 
         def formula(dy, *arrays, **options):
             wide_dy, *values = map(upcast, (dy, *arrays))
-            values = values if keeps_result else barriers.recomputed(*values)
+            if not keeps_result:
+                # An array that is broadcast would need one launch for its product with 1.
+                whole = [i for i, a in enumerate(arrays) if a.shape == dy.shape] or range(len(arrays))
+                values = [barriers.recomputed(a) if i in whole else a for i, a in enumerate(values)]
             return _in_shapes_of(arrays, _summed(dy.shape, gradient(wide_dy, *values, **options), arrays))
 
         def kernel(dy, *arrays, **options):

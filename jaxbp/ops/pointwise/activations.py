@@ -215,7 +215,7 @@ _SOFTMAX = fused_pair(
 
 def _log_softmax_formula(dy, x, where, *, axis):
     # y has too few digits in half precisions, so the backward computes the softmax from x.
-    (wide_x,) = barriers.recomputed(upcast(x))
+    wide_x = barriers.recomputed(upcast(x))
     e, total = exponentials(exclude(where, wide_x, axis), axis)
     dy = upcast(select(where, dy, 0))
     dx = dy - e * (jnp.sum(dy, axis=axis, keepdims=True) / total)

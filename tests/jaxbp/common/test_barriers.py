@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -89,6 +90,17 @@ def test_xla_cannot_merge_a_backward_with_its_forward_on_a_gpu(op):
     gradient = jax.grad(lambda *arrays: jnp.sum(op(*arrays, implementation="xla") ** 2))
     assert re.search(r"optimization_barrier %\w+ : tensor<f32>", cuda_program(gradient, *arrays))
     assert "optimization_barrier" not in jax.jit(gradient).lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("shapes", [[(8, 16), (16,)], [(8, 16), ()], [(8, 1), (8, 16)]])
+@pytest.mark.parametrize("backward", [jaxbp.maximum_backward, jaxbp.divide_backward, jaxbp.power_backward])
+def test_no_array_is_multiplied_that_is_broadcast(backward, shapes):
+    """Its product with the 1 behind a barrier would need a launch. Where all arrays are, the products are needed."""
+    arrays = [abs(a) for a in normal((8, 16), *shapes)]
+    program = cuda_program(functools.partial(backward, implementation="xla"), *arrays)
+    assert program.count("stablehlo.optimization_barrier") == 1
+    program = cuda_program(functools.partial(backward, implementation="xla"), *normal((8, 16), (8, 1), (16,)))
+    assert program.count("stablehlo.optimization_barrier") == 2
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")])
