@@ -15,7 +15,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remainder, vector_length, zeros_like
+from pallas_kernels.core.layouts import (
+    LANES,
+    largest_divisor,
+    multiply_add,
+    quotient,
+    remainder,
+    vector_length,
+    zeros_like,
+)
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
@@ -136,7 +144,7 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
                 position = i * stride[0] + u * config.rows + ut, j * stride[1] + v * config.columns + vt
                 if (ct, ut, vt) not in loaded:
                     loaded[ct, ut, vt] = x_ref[channel, *position, lanes].astype(jnp.float32)
-                sums[s] += gradients[kt] * loaded[ct, ut, vt]
+                sums[s] = multiply_add(sums[s], gradients[kt], loaded[ct, ut, vt])
             return tuple(sums)
 
         zero = zeros_like(dy_ref[0, 0, 0, pl.ds(0, LANES)])

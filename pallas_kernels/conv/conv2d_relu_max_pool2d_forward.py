@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.conv.filters_and_windows import first_maximum, pooled_size, unsupported
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, divisors, largest_divisor, zeros_like
+from pallas_kernels.core.layouts import LANES, divisors, largest_divisor, multiply_add, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 
@@ -88,7 +88,9 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
                     weight = w[k * channels + o, c, u, v]
                     for n in range(windows):
                         values = (patch[u + r, v + n * S + s] for r in range(R) for s in range(S))
-                        sums[o, n] = [total + value * weight for total, value in zip(sums[o, n], values, strict=True)]
+                        sums[o, n] = [
+                            multiply_add(total, value, weight) for total, value in zip(sums[o, n], values, strict=True)
+                        ]
                 return list(sums.values())
 
             zero = zeros_like(x[0, 0, 0, lanes].astype(jnp.float32))

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.conv.filters_and_windows import unsupported
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remainder, zeros_like
+from pallas_kernels.core.layouts import LANES, largest_divisor, multiply_add, quotient, remainder, zeros_like
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
@@ -166,7 +166,8 @@ def input_gradient(
                     for (u, v), o in itertools.product(sorted(products), range(channels)):
                         weight = w[k, c, u, v, o]
                         for pixel, gradient in products[u, v]:
-                            sums[o * R * width + pixel] += gradient * weight
+                            at = o * R * width + pixel
+                            sums[at] = multiply_add(sums[at], gradient, weight)
                     return tuple(sums)
 
                 return lax.fori_loop(0, jnp.where(exists, K // ahead, 0), add_channels, (sums, load(0)))[0]

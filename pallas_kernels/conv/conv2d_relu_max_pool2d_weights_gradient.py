@@ -21,6 +21,7 @@ from pallas_kernels.core.layouts import (
     LANES,
     SUMMED_ROWS,
     largest_divisor,
+    multiply_add,
     quotient,
     remainder,
     sums_over_lanes,
@@ -135,11 +136,12 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
             for n, o in itertools.product(range(windows), range(channels)):
                 gradient = dy[k * channels + o, p, q + n, lanes].astype(jnp.float32)
                 maximum = place[p, k * channels + o, q + n, lanes].astype(jnp.int32)
-                biases[o] += jnp.where(maximum < R * S, gradient, 0.0)
+                biases[o] += lax.select(maximum < R * S, gradient, zero)
                 for t in range(R * S):
-                    routed = jnp.where(maximum == t, gradient, 0.0)
+                    routed = lax.select(maximum == t, gradient, zero)
                     for u, v in itertools.product(range(F), range(G)):
-                        weights[(o * F + u) * G + v] += routed * patch[u + t // S, v + n * S + t % S]
+                        at, value = (o * F + u) * G + v, patch[u + t // S, v + n * S + t % S]
+                        weights[at] = multiply_add(weights[at], routed, value)
             return (*weights, *biases)
 
         zero = zeros_like(x[0, 0, 0, pl.ds(0, LANES)].astype(jnp.float32))

@@ -125,12 +125,18 @@ def rounded_to_tf32(x: Array) -> Array:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # A GPU's NaN has all bits but the sign set. The addition would turn it into -0.
-    return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
+    return lax.select(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
 def zeros_like(vector: Array) -> Array:
     """Return float32 zeros in `vector`'s register layout. A loop's carry must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
+
+
+def multiply_add(total: Array, a: Array, b: Array) -> Array:
+    """Return `total + a * b`. These operations of `lax` take a third of the time of `+` and `*` to trace, which matters
+    in bodies with hundreds of products."""
+    return lax.add(total, lax.mul(a, b))
 
 
 def vector_length(*arrays: Array) -> int:
