@@ -47,7 +47,7 @@ def summed_like(a: Array, gradient: Array) -> Array:
 
 
 def _is_floating(a: Any) -> bool:
-    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
+    return jnp.issubdtype(jax.typeof(a).dtype, jnp.floating)
 
 
 def positional_names(function: Callable, count: int) -> list[str]:

@@ -259,15 +259,14 @@ def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
     path: str
-    shape: tuple[int, ...] | None
-    dtype: np.dtype | None
+    shape: tuple[int, ...]
+    dtype: np.dtype
     weak_type: bool
 
     @classmethod
     def of(cls, path: tuple, a: Any) -> "_Leaf":
-        is_array = hasattr(a, "dtype") and hasattr(a, "shape")
-        kind = (a.shape, a.dtype, jax.typeof(a).weak_type) if is_array else (None, None, False)
-        return cls(jax.tree_util.keystr(path), *kind)
+        kind = jax.typeof(a)  # `a` may be a Python number
+        return cls(jax.tree_util.keystr(path), kind.shape, kind.dtype, kind.weak_type)
 
 
 @jax.tree_util.register_static
@@ -288,7 +287,7 @@ class _Kinds:
         names = lambda: positional_names(forward, len(kinds))  # noqa: E731
         if isinstance(gradients, list):
             raise TypeError(f"{op}: returns a list; wants a tuple with one gradient for each of {', '.join(names())}")
-        if gradients is None and [_is_inexact(getattr(kind, "dtype", None)) for kind in kinds] == [True]:
+        if gradients is None and [isinstance(kind, _Leaf) and _is_inexact(kind.dtype) for kind in kinds] == [True]:
             raise TypeError(f"{op}: returns None; wants one gradient for each of {', '.join(names())}")
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         if len(gradients) != len(kinds):
@@ -300,8 +299,8 @@ class _Kinds:
         return tuple(checked)
 
 
-def _is_inexact(dtype: np.dtype | None) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def _is_inexact(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _checked(op: str, name: Callable[[], str], kinds: Any, gradient: Any) -> Any:
@@ -317,7 +316,7 @@ def _checked(op: str, name: Callable[[], str], kinds: Any, gradient: Any) -> Any
         raise ValueError(f"{op}: the gradient of {name()} has structure {has}; wants {wanted}, as {name()}")
     found = []
     for g, kind in zip(leaves, parts, strict=True):
-        if g is not None and kind.dtype is not None:
+        if g is not None:
             dtype, is_integer = jnp.result_type(g), not _is_inexact(kind.dtype)
             wanted = jax.dtypes.float0 if is_integer else kind.dtype
             if dtype != wanted or (jnp.shape(g) != kind.shape and not is_integer):

@@ -315,6 +315,8 @@ def test_vjp_gives_the_gradients_of_floating_arrays_alone(implementation):
     take = Pair(lambda x, i: x[i], {"xla": lambda dy, x, i: (jnp.zeros_like(x).at[i].add(dy), None)}, name="take")
     found = take.vjp(jnp.float32(5), X, jnp.int32(1), implementation=implementation)
     np.testing.assert_array_equal(found, [0, 5, 0])
+    times = Pair(lambda x, a: x * a, {"xla": lambda dy, x, a: (dy * a, jnp.sum(dy * x))}, name="times")
+    assert_close(times.vjp(X, X, 2.0, implementation=implementation), (2 * X, jnp.sum(X * X)), "float32")
 
 
 def test_vjp_refuses_what_the_kernel_does_not_take_by_its_own_name():
@@ -649,6 +651,24 @@ def test_a_backward_that_gives_something_else_is_refused_with_op_argument_and_wh
         jax.grad(lambda x: jnp.sum(pair(x, w, implementation="xla")))(x)
     with pytest.raises(error, match=f"^scaled_backward: {message}"):
         pair.vjp(x, x, w, implementation="xla")
+
+
+@pytest.mark.parametrize("number", [2.0, 2, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_gradient_for_a_python_number_is_checked_as_for_an_array(number, jit):
+    def gradient(of_number):
+        pair = Pair(scaled, {"xla": lambda dy, x, w: (dy * w, of_number(jnp.sum(dy * x)))}, jit=jit)
+        jax.grad(lambda x: jnp.sum(pair(x, number, implementation="xla")))(X)
+        return pair.vjp(X, X, number, implementation="xla")
+
+    if isinstance(number, float):
+        assert_close(gradient(lambda dw: dw), (2 * X, jnp.sum(X * X)), "float32")
+        with pytest.raises(ValueError, match=r"the gradient of w has shape \(1,\); wants \(\), the shape of w"):
+            gradient(lambda dw: dw[None])
+    else:
+        assert_close(gradient(lambda dw: None), number * X, "float32")
+    with pytest.raises(TypeError, match="the gradient of w has dtype float16"):
+        gradient(lambda dw: dw.astype(jnp.float16))
 
 
 def taken(x, rows):
