@@ -5,7 +5,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from experiments.accuracy import measure
 from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
-from experiments.output.files import refuse_unwritable
+from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import finite, keep
 from jaxbp.catalogue import CATALOGUE, Case, Entry, FixedArgument
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
@@ -48,7 +47,7 @@ class CheckConfig:
     """Factor for all arguments except probabilities, weights, and fixed arguments."""
     verbose: bool = False
     """Print one row per comparison, not one row per op."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file for one row per comparison."""
 
 

@@ -6,7 +6,6 @@ import inspect
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import jax
@@ -21,7 +20,7 @@ from experiments.configs import EXPERIMENTS, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.output import results
 from experiments.output.errors import UserError, kept_in, run_command
-from experiments.output.files import refuse_unwritable, write
+from experiments.output.files import OptionalPath, refuse_unwritable, write
 from experiments.output.pages import curves_table, page
 from experiments.output.results import finite, provenance
 from experiments.training.loop import prepare
@@ -47,9 +46,9 @@ class CompareConfig(Generic[Config]):
     """Also compare Hessian-vector products of the loss for a random vector. --no-second-order leaves them out."""
     seconds: float = 0.05
     """Shortest duration of a timing round, in seconds."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file for all compared numbers and the training losses."""
-    html: Path | None = None
+    html: OptionalPath = None
     """HTML file for a page with the tables and pictures."""
 
     def __post_init__(self):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from experiments.configs import LogicConfig, LogicConvConfig, effective
 from experiments.output.errors import UserError, run_command
-from experiments.output.files import refuse_unwritable
+from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import keep, provenance
 from experiments.training.run_directory import load, read_metrics
 from experiments.training.synthesis import DEVICES, TARGET_MHZ, YOSYS, command_line, place, synthesize, version
@@ -29,7 +29,7 @@ class SynthesizeConfig:
     """The chip: iCE40 HX8K, ECP5 85F, or Xilinx 7 series, for which there is no clock frequency."""
     registers: int | None = None
     """Levels of logic between registers. A level is a gate, a full adder, or a comparison. None: no registers."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file for the counts and the clock frequency."""
 
 

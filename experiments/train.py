@@ -34,7 +34,7 @@ from experiments.output.errors import (
     warn_of_failure,
     with_home,
 )
-from experiments.output.files import refuse_unwritable, written
+from experiments.output.files import OptionalPath, refuse_unwritable, written
 from experiments.output.results import keep, provenance
 from experiments.training import devices, pictures, processes, run_directory
 from experiments.training import loop as training
@@ -89,7 +89,7 @@ def register(config: type[TrainingConfig], report: Report | None = None) -> type
 class Options:
     """Options of the command line that are not settings of a run."""
 
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file for the result."""
     coordinator: str | None = None
     """In several processes: HOST:PORT at which process 0 listens. It also uses the next port."""

@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -36,7 +35,7 @@ from experiments.bench.rows import Case, Settings, measured_rows, with_speedups
 from experiments.bench.selection import quick, selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
-from experiments.output.files import refuse_unwritable
+from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import keep, provenance
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
@@ -78,7 +77,7 @@ class BenchConfig:
     """Seconds after which no further program is compiled. With `quick`, the default is 75."""
     seconds: float = 0.03
     """Least seconds per timing round. With 1, a round averages the clock's oscillation at a GPU's power limit."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file, written again after each row."""
 
 

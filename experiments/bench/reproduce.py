@@ -9,7 +9,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -20,7 +19,7 @@ from rich.table import Column, Table
 from experiments.bench.report import groups
 from experiments.bench.rows import ratio
 from experiments.output.errors import UserError, run_command
-from experiments.output.files import refuse_unwritable
+from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import ROOT, keep, provenance
 
 DOCS = ROOT / "docs"
@@ -41,7 +40,7 @@ class ReproduceConfig:
     """Names of files in docs/results, such as `lenet`. Default: the files of the summary."""
     time_limit: float = math.inf
     """Seconds after which no further program is compiled. The commands of the summary take about 20 minutes."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file, written again after each command."""
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from experiments.configs.automaton_base import HARD_GATES, PATTERNS, ROUNDED_STA
 from experiments.configs.base import Recipe
 from experiments.data import patterns, user_data
 from experiments.data.datasets import checksum
+from experiments.output.files import OptionalPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class PictureConfig(PatternConfig):
     test_examples: ClassVar = 1
     trials: ClassVar = 1
 
-    target: Path | None = None
+    target: OptionalPath = None
     """Picture of at most 64 x 64 pixels, such as a PNG file. See docs/own_data.md."""
 
     def __post_init__(self):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from experiments.data.datasets import Dataset, checksum
 from experiments.output.errors import UserError
+from experiments.output.files import OptionalPath
 from jaxbp.training.loop import Augment
 from jaxbp.training.optimizers import FusedOptimizer
 from jaxbp.training.precision import Policy
@@ -90,7 +91,7 @@ class TrainingConfig:
     """Stop after the first epoch with at least this test accuracy. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
     """Number of devices that share each batch, a divisor of batch_size. None: one, or several if they are faster."""
-    run_dir: Path | None = None
+    run_dir: OptionalPath = None
     """Directory of the run's files. None: a new folder in runs/."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint. Only epochs may change, and only increase."""

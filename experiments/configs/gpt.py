@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from experiments.configs.base import Loss, Range, TrainingConfig
 from experiments.configs.images import ImplementationName
 from experiments.data import text
 from experiments.data.datasets import Dataset
+from experiments.output.files import OptionalPath
 from jaxbp.nn import GPT
 
 Preset = Literal["default", "small"]
@@ -55,7 +55,7 @@ class GPTConfig(TrainingConfig):
 
     preset: Preset = "default"
     """Defaults of the settings that are None: for two CPU cores, or for one GPU."""
-    text: Path | None = None
+    text: OptionalPath = None
     """Text file of your own, or folder of text files. None: the standard library of Python."""
     layers: Annotated[int | None, Range(1)] = None
     """Number of blocks."""

@@ -3,7 +3,6 @@
 import dataclasses
 import reprlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -17,6 +16,7 @@ from experiments.configs.base import Loss, Range, Recipe, TrainingConfig
 from experiments.data import augmentation, datasets, user_data
 from experiments.data.datasets import Dataset, DatasetName
 from experiments.output.errors import UserError
+from experiments.output.files import OptionalPath
 from jaxbp.nn import LeNet
 from jaxbp.training.loop import Augment
 
@@ -42,9 +42,9 @@ class ImageConfig(TrainingConfig):
 
     dataset: Literal["digits", "mnist", "fashion_mnist"] | None = None
     """mnist and fashion_mnist are downloaded if needed. None: digits, or the file data."""
-    data_dir: Path | None = None
+    data_dir: OptionalPath = None
     """Folder of the dataset's files. None: a cache folder."""
-    data: Path | None = None
+    data: OptionalPath = None
     """NPZ file with a dataset of your own, as docs/own_data.md describes."""
     shape: tyro.conf.Suppress[tuple[int, ...] | None] = None
     """Shape of an example. None: as in the dataset."""

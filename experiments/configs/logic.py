@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from experiments.configs.base import Loss, Range, Recipe
 from experiments.configs.images import ImageConfig, classification_loss
 from experiments.data import user_data
 from experiments.data.datasets import Dataset, DatasetName
+from experiments.output.files import OptionalPath
 from jaxbp.logic.gates import BASES, Arity, Parametrization
 from jaxbp.logic.networks.logic_conv import halving_convolutions
 from jaxbp.logic.tables.quantizer import ABOVE, Quantizer
@@ -107,9 +107,9 @@ class LogicConfig(GateConfig):
     name: ClassVar[str] = "logic"
     gradient_clip: ClassVar[float | None] = 100.0
 
-    data: Path | None = None
+    data: OptionalPath = None
     """NPZ or CSV file with a dataset of your own, as docs/own_data.md describes."""
-    target: str | None = None
+    target: tyro.conf.DisallowNone[str | None] = None
     """Column of the CSV file with the classes, as text or numbered from 0."""
     categorical_features: tuple[str, ...] = ()
     """Columns of the CSV file whose numbers are text. Each different text is a category."""

@@ -4,9 +4,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import tyro
+
 from experiments.output.errors import UserError, warn_of_failure
 
 SUFFIX = ".jaxbp-tmp"
+OptionalPath = tyro.conf.DisallowNone[Path | None]
+"""The type of a command's option. `None` on the command line is a path with this name."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:

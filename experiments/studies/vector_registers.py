@@ -13,7 +13,7 @@ import tyro
 
 from experiments.configs import LogicConfig, LogicConvConfig
 from experiments.output.errors import UserError, run_command
-from experiments.output.files import refuse_unwritable
+from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import keep, provenance
 from experiments.training.compiled import compiled_classifier
 from experiments.training.run_directory import load
@@ -30,7 +30,7 @@ class VectorRegistersConfig:
 
     run_dir: tyro.conf.Positional[Path]
     """Directory of the run."""
-    json: Path | None = None
+    json: OptionalPath = None
     """JSON file for the results."""
 
 

@@ -321,6 +321,16 @@ def test_the_command_to_resume_finds_a_folder_with_any_name():
         assert os.fsdecode(found) == name
 
 
+def test_a_folder_may_be_called_none(toy_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--resume"]):
+        command = train.parse(["toy", "--run-dir", "None", "--json", "None", *options])
+        assert (command.experiment.run_dir, command.json) == (Path("None"), Path("None"))
+        if not options:
+            train.train(command.experiment)
+
+
 def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path, press_ctrl_c, capsys, monkeypatch):
     monkeypatch.setattr(toy_config, "load", lambda config: press_ctrl_c())
     assert run("toy") == 130

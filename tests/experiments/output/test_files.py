@@ -1,9 +1,15 @@
+import dataclasses
 import errno
+import importlib
 import os
+import types
 from pathlib import Path
 
 import pytest
+import tyro
 
+import experiments
+from experiments.configs.base import alternatives
 from experiments.output.errors import UserError
 from experiments.output.files import is_leftover, refuse_unwritable, write, write_atomically, written
 
@@ -75,3 +81,24 @@ def test_an_unwritable_file_is_refused_without_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != old)
     with pytest.raises(UserError, match=r"old cannot be written \(Permission denied\)"):
         refuse_unwritable(old)
+
+
+def optional_paths():
+    """Return the options of all commands whose type is a path or None, by dataclass and name."""
+    (folder,), found = experiments.__path__, {}
+    for path in Path(folder).rglob("*.py"):
+        if "OptionalPath" in (text := path.read_text()) or "Path | None" in text:
+            module = importlib.import_module(".".join(["experiments", *path.relative_to(folder).with_suffix("").parts]))
+            for config in filter(dataclasses.is_dataclass, vars(module).values()):
+                for field in dataclasses.fields(config):
+                    if {Path, types.NoneType} <= {*alternatives(field.type)}:
+                        found[config.__name__, field.name] = field.type
+    return found
+
+
+def test_every_optional_path_of_a_command_may_be_called_none():
+    options = optional_paths()
+    assert {("Options", "json"), ("BenchConfig", "json"), ("GPTConfig", "text"), ("CheckConfig", "json")} < set(options)
+    for (config, name), hint in options.items():
+        parsed = tyro.cli(dataclasses.make_dataclass(config, [(name, hint, None)]), args=[f"--{name}", "None"])
+        assert getattr(parsed, name) == Path("None"), (config, name)
