@@ -136,8 +136,25 @@ def test_training_stops_early_and_keeps_the_best_circuit(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == estimator.n_iter_ < 100
     losses = [float(line.split("validation loss ")[1]) for line in lines]
-    assert len(losses) - 1 - int(np.argmin(losses)) == 4
+    assert len(losses) - 1 - int(np.argmin(losses)) == 4 and min(losses) > 0
     assert lines[0].startswith("LogicClassifier: epoch 1 of 200, training loss ")
+
+
+def test_the_validation_loss_of_a_regressor_is_the_mean_squared_error_of_its_scores():
+    estimator = LogicRegressor()
+    estimator.offset_, estimator.scale_ = 4, 2
+    counts, weights = np.array([[2], [6], [8]]), np.array([1, 1, 2])
+    assert estimator.validation_loss(counts, np.array([-1, 1, 2]), weights) == 0
+    assert estimator.validation_loss(counts, np.array([-1, 1, 4]), weights) == 2
+
+
+def test_a_regressor_learns_by_partial_fit_alone():
+    X = np.random.default_rng(0).uniform(-1, 1, (200, 2))
+    y = 3 * X[:, 0] + 5
+    estimator = LogicRegressor(gates=100, layers=2, batch_size=32, learning_rate=0.05, random_state=0)
+    for _ in range(20):
+        estimator.partial_fit(X, y)
+    assert estimator.score(X, y) > 0.8
 
 
 def test_a_class_with_a_large_weight_is_predicted_more_often(fitted):
