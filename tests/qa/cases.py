@@ -159,6 +159,7 @@ def _options(random, entry, options, arguments):
         "rate": [0.0, 0.3, 0.9],
         "interleaved": [False, True],
         "activation": ["silu", "gelu", "gelu_exact", "relu", "sigmoid"],
+        "reduction": ["mean", "sum", None],
     }
     for name in [name for name in choices if name in names]:
         drawn[name] = choices[name][random.integers(len(choices[name]))]

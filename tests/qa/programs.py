@@ -116,7 +116,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return the cotangent with 0 for examples with invalid labels.
+        """Return the cotangent with 0 for examples with invalid labels. A scalar belongs to all examples, and stays.
 
         If `kind` is "under a mask", also set a random half of its elements to 0.
         """
@@ -142,7 +142,9 @@ class Program:
             x = x * 10 ** random.uniform(-3, 2)
             if not argument.positive:
                 x = x + random.choice([0.0, 1.0, 100.0])
-        if kind == "far from zero" and not argument.weights:
+        # Logits in float16 would overflow.
+        overflows = self.dtype == "float16" and self.entry.name.startswith("linear_softmax_cross_entropy")
+        if kind == "far from zero" and not argument.weights and not overflows:
             # A cotangent `c (1 + y)` must stay below the largest float16, 65504, also for c = 4.
             x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 1.5e4])
         # At probability 0, autodiff gives a wrong second derivative of a divergence.
@@ -153,7 +155,9 @@ class Program:
         if kind == "with ruled-out entries" and infinite and not argument.weights and not argument.positive:
             x = np.where(random.random(shape) < 0.3, -np.inf, x)
             x = np.where(random.random((*shape[:-1], 1) if shape else ()) < 0.2, -np.inf, x)
-        if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
+        # XLA's CPU programs do not distinguish subnormal numbers from 0, where a power jumps.
+        jumps = self.dtype == "float64" or argument.weights or "power" in self.entry.name
+        if kind == "with subnormal numbers" and not jumps:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
             # If a row's sum of squares overflows, a norm is NaN, but not in float64.
@@ -198,6 +202,5 @@ def programs(draw: Callable, entries: Sequence[Entry], on_gpu: bool) -> Program:
     exact = random.random() > 0.2 or dtype != "float32"
     case = draw_case(random, entry)
     has_labels = "cross_entropy" in entry.name and any(getattr(a, "below", None) for a in case.leaves)
-    # A scalar dy belongs to all labels, and cannot be 0 for the invalid ones only.
-    invalid_labels = has_labels and bool(case.arguments[0].shape) and random.random() < 0.5
+    invalid_labels = has_labels and random.random() < 0.5
     return Program(entry, case, dtype, implementation, transformation, exact, invalid_labels)

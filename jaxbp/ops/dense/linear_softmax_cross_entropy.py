@@ -19,7 +19,7 @@ from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, LABELS, Argument, Case, Entry, case_of, row_cases
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
-from jaxbp.ops.dense.softmax_cross_entropy import dy_of_valid, nan_unless
+from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, in_dtypes_of
 from jaxbp.pairing.mesh import device_parts, mesh_of, sharding_of_rows
 from pallas_kernels.core.arrays import unify_varying_axes
@@ -74,7 +74,7 @@ def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_s
     Rows where `kept` is False have loss and gradient 0. If `kernel`, Pallas kernels compute the results.
     """
     kernel = kernel and labels.shape[0] > 0
-    valid = (labels >= 0) & (labels < classes)
+    valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
     arrays = logits, jnp.where(valid, labels, -1).astype(jnp.int32), b
     largest, total, sum_, at_label = _STATISTICS[kernel](*arrays, **options, with_sum=label_smoothing > 0)
@@ -212,19 +212,24 @@ def _save(x, w, labels, b, where, *, reduction, **options):
         dy, kept_count, sums_dtype = jnp.ones((), dtype), count, dtype
     else:
         dy, kept_count, sums_dtype = 1 / count, None, x.dtype
-    loss, gradients = _losses_and_gradients(*arguments, dy, dtype=sums_dtype, **options)
-    return _reduced(loss, labels, where, reduction), (*gradients, kept_count)
+    # Rows with invalid labels have gradient 0 here. The backward replaces it by NaN, unless dy is 0.
+    is_invalid = ~are_valid(labels, len(w))
+    loss, gradients = _losses_and_gradients(*arguments, jnp.where(is_invalid, 0, dy), dtype=sums_dtype, **options)
+    saved = *gradients, is_invalid if where is None else is_invalid & where, kept_count
+    return _reduced(loss, labels, where, reduction), saved
 
 
 def _backward(dy, *saved, reduction, **options):
     if reduction is None:
         dx, dw, db = _losses_and_gradients(*saved, dy, **options)[1]
         return dx, dw, None, db, None
-    *gradients, count = saved
+    dx, dw, db, is_invalid, count = saved
+    nan = jnp.where(is_invalid & (dy != 0), jnp.nan, 0).astype(dy.dtype)
     factor = dy if count is None else dy / count
-    scaled = lambda a: (a.astype(dy.dtype) * factor).astype(a.dtype if count is None else jnp.float16)  # noqa: E731
-    dx, dw, db = (None if a is None else scaled(a) for a in gradients)
-    return dx, dw, None, db, None
+    scaled = lambda a, factor: a.astype(dy.dtype) * factor  # noqa: E731
+    # NaN as a factor of dw would spread to the second derivatives of all rows.
+    dw, db = (None if a is None else (scaled(a, factor) + jnp.sum(nan)).astype(dx.dtype) for a in (dw, db))
+    return scaled(dx, factor + nan[..., None]).astype(dx.dtype), dw, None, db, None
 
 
 _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_cross_entropy")
@@ -281,8 +286,8 @@ def linear_softmax_cross_entropy(
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
-      The loss, in float32 if x, w, and b are in half precision, else in their promoted dtype. It is NaN if a kept row
-        has an invalid label.
+      The loss, in float32 if x, w, and b are in half precision, else in their promoted dtype. If a kept row has an
+      invalid label, the loss is NaN, and so are the gradients of this row, of w, and of b, or 0 if dy is 0.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

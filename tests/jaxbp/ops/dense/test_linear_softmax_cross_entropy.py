@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
+from numpy.testing import assert_array_equal
 
 from experiments.ahead_of_time import gpus, missing
 from experiments.studies.many_devices import communicated, executed
@@ -200,20 +201,29 @@ def test_if_every_row_is_dropped_loss_and_gradients_are_zero(implementation):
     assert value == 0 and all((g == 0).all() for g in gradients)
 
 
-@pytest.mark.parametrize("reduction", ["mean", None])
-@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
-def test_a_label_that_is_no_class_gives_a_nan_loss_and_gradient(reduction, implementation):
-    x, w, b = arrays()
+@pytest.mark.parametrize("reduction", ["mean", "sum", None])
+@pytest.mark.parametrize("implementation", ["xla", "pallas", "autodiff"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_invalid_label_gives_a_nan_loss_and_gradients_that_are_nan_or_0_if_dy_is_0(reduction, implementation, dtype):
+    x, w, b = (a.astype(dtype) for a in arrays())
 
-    @jax.jit
-    def run(labels):
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(labels, dy, implementation=implementation):
         f = functools.partial(linear_softmax_cross_entropy, reduction=reduction, implementation=implementation)
-        return f(x, w, labels, b), jax.grad(lambda x: f(x, w, labels, b).sum())(x)
+        loss, vjp = jax.vjp(lambda x, w, b: f(x, w, labels, b), x, w, b)
+        return loss, *vjp(jnp.full_like(loss, dy))
+
+    def dy_gradient(labels, implementation):
+        return jax.grad(lambda dy: sum(jnp.sum(a, dtype="float32") for a in run(labels, dy, implementation)[1:]))(1.0)
 
     for label in (-1, CLASSES):
-        loss, dx = run(LABELS.at[2].set(label))
+        labels = LABELS.at[2].set(label)
+        loss, dx, dw, db = run(labels, 1.0)
         assert jnp.isnan(loss).all() if reduction else jnp.isnan(loss).nonzero()[0].tolist() == [2]
-        assert jnp.isnan(dx[2]).all()
+        assert_array_equal(jnp.isnan(dx), jnp.arange(ROWS)[:, None] == jnp.full(FEATURES, 2))
+        assert jnp.isnan(dw).all() and jnp.isnan(db).all()
+        assert all((a == 0).all() for a in run(labels, 0.0)[1:])
+        assert_close(dy_gradient(labels, implementation), dy_gradient(labels, "autodiff"), dtype)
 
 
 @pytest.mark.parametrize(
