@@ -48,12 +48,12 @@ def xla_and_pallas(backward: Callable) -> dict[str, Callable]:
     """Return the implementations "xla" and "pallas" of `backward(elementwise, sum_over, dy, *saved, **options)`. The
     first two arguments are the kernels of these names, or the functions of `numerics`."""
     return {
-        "xla": _cast_once(functools.partial(backward, numerics.elementwise, numerics.sum_over)),
+        "xla": cast_once(functools.partial(backward, numerics.elementwise, numerics.sum_over)),
         "pallas": functools.partial(backward, elementwise, sum_over),
     }
 
 
-def _cast_once(formula):
+def cast_once(formula):
     """Return `formula`, but cast each array in half precision to float32 once. Otherwise, a second derivative would
     round the gradient of each use of the array before it adds them."""
 

@@ -87,12 +87,14 @@ def normalize_kernel(x, scale, bias, *, epsilon, center):
 def gradients(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):
     """Return (dx, dscale, dbias, y), with dscale and dbias in float32 or wider. y is the normalization's result, or
     None without `with_y`. (offset, inv_std) are from `row_statistics`, or None."""
+    # After one conversion, a second derivative rounds the gradient once.
+    dtype, dy, x, scale = x.dtype, *map(upcast, (dy, x, scale))
     if inv_std is None:
         offset, inv_std = row_statistics(x, epsilon=epsilon, center=center)
-    normalized, dy = _normalized(x, offset, inv_std), upcast(dy)
-    dx = input_gradient(dy * _along_rows(scale, dy), normalized, inv_std, center=center).astype(x.dtype)
+    normalized = _normalized(x, offset, inv_std)
+    dx = input_gradient(dy * _along_rows(scale, dy), normalized, inv_std, center=center).astype(dtype)
     dscale, dbias = jnp.sum(rows(dy * normalized), axis=0), jnp.sum(rows(dy), axis=0) if center else None
-    return dx, dscale, dbias, _scaled(normalized, scale, bias, x.dtype) if with_y else None
+    return dx, dscale, dbias, _scaled(normalized, scale, bias, dtype) if with_y else None
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, epsilon, center, with_y=False):

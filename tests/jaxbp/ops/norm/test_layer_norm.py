@@ -239,3 +239,14 @@ def test_gradients_in_half_precision_are_rounded_once(implementation):
     run, reference = (jax.jit(functools.partial(gradients, of)) for of in (implementation, "autodiff"))
     for found, exact in zip(run(dy, *arrays), in_float64(reference, dy, *arrays), strict=True):
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1.001 * 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("backward", [layer_norm_backward, rms_backward])
+def test_second_derivatives_in_half_precision_are_rounded_once(backward):
+    dy, x, scale, v = (a.astype(jnp.bfloat16) for a in normal((6, 5), (6, 5), (5,), (6, 5)))
+
+    def second(dy, x, scale, v):
+        return jax.grad(lambda x: jnp.vdot(backward(dy, x, scale, implementation="xla")[0], v))(x)
+
+    found, exact = jax.jit(second)(dy, x, scale, v), in_float64(jax.jit(second), dy, x, scale, v)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1.001 * 2**-8, atol=1e-5)
