@@ -175,19 +175,25 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, largest, total, **options):
             p = jnp.exp(scores - largest[..., None]) * inverse_total[..., None]
             return k, v, p, product("btkgh,bskh->bkgts", grouped(dy_i, v), v).reshape(p.shape), slope
 
-        def add_delta(j, delta):
-            _, _, p, dp, _ = tile(j)
-            return delta + jnp.sum(p * dp, axis=3)
+        def row_sums(p, dp):
+            return jnp.sum(p, axis=3), jnp.sum(p * dp, axis=3)
 
-        # `dy * y` would equal this sum, but its rounding errors are others, and remain where p is nearly 1.
-        one_tile = tiles.columns.is_one
-        delta = delta if one_tile else tiles.over_columns(i, add_delta, delta)
+        def add_row_sums(j, sums):
+            _, _, p, dp, _ = tile(j)
+            return tuple(map(jnp.add, sums, row_sums(p, dp)))
+
+        zeros, one_tile = jnp.zeros_like(delta), tiles.columns.is_one
+        given = None if one_tile else tiles.over_columns(i, add_row_sums, (zeros, zeros))
 
         def step(j, state):
             dq, dk, dv, dbias = state
             k, v, p, dp, slope = tile(j)
-            total = delta + jnp.sum(p * dp, axis=3) if one_tile else delta
-            ds = p * (dp - total[..., None])
+            # `total` is 1 except for rounding errors of the scores, which may differ from the errors in the forward.
+            # `dy * y` would equal `weighted`, but other rounding errors would remain where p is nearly 1.
+            total, weighted = row_sums(p, dp) if one_tile else given
+            inverse = 1 / jnp.where(total == 0, 1.0, total)
+            p = p * inverse[..., None]
+            ds = p * (dp - (delta + weighted * inverse)[..., None])
             dz = ds * slope
             dq += weighted_values(dz, k)
             dk = _add_block(tiles.columns, dk, weighted_queries(dz, q, k), j)

@@ -62,3 +62,11 @@ def test_second_derivatives_in_half_precision_are_rounded_once():
     _, vjp = jax.vjp(lambda dy: backward(dy, query, key, value), dy)
     (second,) = vjp((jnp.ones_like(query), jnp.ones_like(key), jnp.full_like(value, -2.3)))
     np.testing.assert_array_equal(second, jnp.full_like(dy, -2.3))
+
+
+def test_gradients_are_right_where_rounding_errors_of_large_scores_differ_from_the_forwards():
+    dy, query, key, value = (jnp.full((1, 1, 1, 1), a) for a in (1.0, -9999.87, 1000.64, 1000.1))
+    dq, dk, dv = dot_product_attention_backward(dy, query, key, value, implementation="xla")
+    terms = [abs(float(value[0, 0, 0, 0] * a[0, 0, 0, 0])) for a in (key, query)]
+    np.testing.assert_allclose([dq.item() / terms[0], dk.item() / terms[1]], 0, atol=1e-6)
+    assert dv.item() == 1
