@@ -152,7 +152,7 @@ def evenly(count: int, most: int) -> np.ndarray:
 
 
 def is_symmetric(a: np.ndarray) -> bool:
-    if a.ndim < 2 or a.shape[-1] != a.shape[-2] or not np.ptp(a):
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2] or not a.size or not np.ptp(a):
         return False
     return np.allclose(a, np.swapaxes(a, -1, -2), rtol=0, atol=1e-5 * scale_of(a))
 

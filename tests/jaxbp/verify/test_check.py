@@ -503,6 +503,10 @@ def test_at_a_singular_point_the_gradient_is_held_against_autodiff():
     assert quickly(lambda x: 1 / x, x)  # the function is infinite at 0
 
 
+def test_an_empty_square_matrix_is_checked():
+    assert quickly(jnp.sin, np.zeros((0, 0), np.float32))
+
+
 def test_without_a_convention_any_slope_will_do_at_a_kink_and_only_there():
     pair = Pair(jax.nn.relu, {"xla": lambda dy, x: jnp.where(x >= 0, dy, 0)}, name="relu")
     x = np.array([-1.0, 0.0, 2.0], np.float32)
