@@ -127,7 +127,7 @@ def tiles_with_pairs(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Ar
         visited = visited & (query_least <= key_greatest) & (key_least <= query_greatest)
         full = full & (query_least == key_greatest) & (key_least == query_greatest)
     if masks.mask is not None:
-        full = xp.zeros_like(full)
+        full = _module_of(full).zeros_like(full)
     return tuple(_module_of(visited).broadcast_arrays(visited, full))
 
 

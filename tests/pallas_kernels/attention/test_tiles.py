@@ -1,8 +1,10 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import masks_of
 
-from pallas_kernels.attention.tiles import visited_tiles
+from pallas_kernels.attention.tiles import Masks, visited_tiles
 
 QUERIES, KEYS, TILE = 200, 150, (64, 32)
 
@@ -49,3 +51,10 @@ def test_sorted_segments_exclude_tiles():
     by_query, by_key = visited_tiles(masks._replace(query_segments=ids, key_segments=ids), 128, (32, 32))
     np.testing.assert_array_equal(by_query.counts, [[2, 3, 3, 2]])
     np.testing.assert_array_equal(by_key.counts, by_query.counts)
+
+
+def test_all_tiles_are_masked_under_a_mask_with_traced_segments_and_known_intervals():
+    masks = Masks(mask=np.ones((1, 1, 1, 64), bool)).with_intervals(64, 64, np)
+    visits = jax.jit(lambda ids: visited_tiles(masks._replace(query_segments=ids, key_segments=ids), 64, (32, 32)))
+    for tiles in visits(jnp.zeros((1, 64), jnp.int32)):
+        np.testing.assert_array_equal(tiles.visits % 2, 1)
