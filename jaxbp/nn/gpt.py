@@ -17,6 +17,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.nnx.linear import Embed, Linear
 from jaxbp.nnx.normalization import LayerNorm, RMSNorm
+from jaxbp.ops.attention._formulas import separate
 from jaxbp.ops.attention.dot_product_attention import dot_product_attention
 from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softmax_cross_entropy
 from jaxbp.ops.norm.layer_norm_linear import layer_norm_linear
@@ -107,8 +108,7 @@ class GPTBlock(nnx.Module):
         self, x: Array, positions: Array, keys: Array, values: Array, index: Array
     ) -> tuple[Array, Array, Array]:
         """Return the block's result, and the cache's keys and values, with the keys and values of x from `index` on."""
-        query, key, value = jnp.split(self._heads(x, positions), [-2, -1], axis=-2)
-        query, key, value = (a.reshape(*x.shape[:2], -1, self.head_dim) for a in (query, key, value))
+        query, key, value = separate(self._heads(x, positions), None, None)
         keys, values = (
             lax.dynamic_update_slice_in_dim(all_, new.astype(all_.dtype), index, axis=1)
             for all_, new in ((keys, key), (values, value))

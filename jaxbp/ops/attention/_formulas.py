@@ -22,7 +22,7 @@ def separate(q: Array, k: Array | None, v: Array | None) -> tuple[Array, Array, 
     if k is not None:
         return q, k, v
     # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
-    parts = jnp.split(q, [-2, -1], axis=-2)
+    parts = jnp.split(q, [q.shape[-2] - 2, q.shape[-2] - 1], axis=-2)
     return tuple(a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in parts)
 
 
