@@ -125,7 +125,7 @@ class Heads(NamedTuple):
         return key_head * (self.group + 2) + self.group if self.packed else key_head
 
     def value(self, key_head: Any) -> Any:
-        return self.key(key_head) + self.packed
+        return self.key(key_head) + int(self.packed)
 
     def shape(self, a: Any, heads: int) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of an array with this number of heads, and otherwise as a."""

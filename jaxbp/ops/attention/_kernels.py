@@ -99,11 +99,10 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **opti
         visits = visited_tiles(of_kernels, k.shape[1], config.tile)[side]
         return kernel(*qkv, *statistics, visits, *others, config=config, **options)
 
-    dkv = run(backward_keys, 1)
     if is_packed and backward_queries.plan(*qkv, **options).copies_gradients:
-        found = run(backward_queries, 0, dkv)[..., : q.shape[-1]], None, None
+        found = run(backward_queries, 0, run(backward_keys, 1))[..., : q.shape[-1]], None, None
     else:
-        padded = run(backward_queries, 0), *dkv
+        padded = run(backward_queries, 0), *run(backward_keys, 1)
         found = as_given(
             None if is_packed else k, *(a[..., : like.shape[-1]] for a, like in zip(padded, (q, k, v), strict=True))
         )

@@ -254,11 +254,12 @@ def _arrays(op, query, key, value, bias, mask, is_causal, lengths, window, segme
         raise ValueError(f"{op}: query has shape {q.shape}; wants {wanted}{', without a key' * is_packed}")
     has_batch = q.ndim > len(axes)
     checks.shape(op, "query", q, *["batch"] * has_batch, *axes)
-    lead, (queries, heads, features) = q.shape[: -len(axes)], (q.shape[-len(axes)], *q.shape[-2:])
+    lead = q.shape[: -len(axes)]
     if is_packed:
-        keys, key_heads, value_features = queries, q.shape[-3], features
-        heads = key_heads * (heads - 2)
+        queries, key_heads, members, features = q.shape[-4:]
+        keys, heads, value_features = queries, key_heads * (members - 2), features
     else:
+        queries, heads, features = q.shape[-3:]
         checks.shape(op, "key", k, *lead, "S", "K", features)
         keys, key_heads = k.shape[-3:-1]
         checks.shape(op, "value", v, *lead, keys, key_heads, "value_features")
