@@ -155,7 +155,8 @@ def dot_product_attention(
       key: `(batch, S, K, H)`. N is a multiple of K, and query head n attends to key head `n // (N // K)`.
       value: `(batch, S, K, value_features)`. If key and value are None, `query` is packed: it has the shape
         `(batch, T, K, N // K + 2, H)`, and for each key head the queries that attend to it, the key, and the value.
-        "pallas" then copies neither the parts of this array nor the parts of its gradient.
+        With "pallas", XLA then makes no arrays of the parts, and for heads of at most 128 features, it does not join
+        the parts of the gradient. None does both.
       bias: broadcasts to `(batch, N, T, S)`. It is not promoted with the other arrays.
       mask: True for valid pairs; broadcasts to `(batch, N, T, S)`.
       scale: by default, `1 / sqrt(H)`.
