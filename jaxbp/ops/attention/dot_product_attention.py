@@ -156,7 +156,7 @@ def dot_product_attention(
       value: `(batch, S, K, value_features)`. If key and value are None, `query` is packed: it has the shape
         `(batch, T, K, N // K + 2, H)`, and for each key head the queries that attend to it, the key, and the value.
         With "pallas", XLA then makes no arrays of the parts, and for heads of at most 128 features, it does not join
-        the parts of the gradient. None does both.
+        the parts of the gradient.
       bias: broadcasts to `(batch, N, T, S)`. It is not promoted with the other arrays.
       mask: True for valid pairs; broadcasts to `(batch, N, T, S)`.
       scale: by default, `1 / sqrt(H)`.
@@ -186,8 +186,7 @@ def dot_product_attention(
     q, k, v, *others = _arrays(op, query, key, value, bias, mask, is_causal, lengths, local_window_size, segments)
     options = _options(op, q, scale, softcap) | dict(implementation=implementation)
     return_residual = checks.boolean(op, "return_residual", return_residual)
-    qkv = separate(q, k, v) if implementation is None else (q, k, v)  # the kernels of packed arrays were not timed
-    found = _DOT_PRODUCT_ATTENTION(*qkv, *others, **options, return_residual=return_residual)
+    found = _DOT_PRODUCT_ATTENTION(q, k, v, *others, **options, return_residual=return_residual)
     y, residual = found if return_residual else (found, None)
     residual = None if residual is None else jnp.swapaxes(residual, 1, 2)
     if jnp.ndim(query) == 3 + (key is None):
@@ -231,10 +230,7 @@ def dot_product_attention_backward(
     masks = mask, is_causal, lengths, local_window_size, segments
     dy, q, k, v, *others = _arrays(op, query, key, value, bias, *masks, dy=dy)
     options = _options(op, q, scale, softcap) | dict(return_residual=False, implementation=implementation)
-    qkv = separate(q, k, v) if implementation is None else (q, k, v)
-    found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, *qkv, *others, **options)
-    if key is None and implementation is None:
-        found = as_given(None, *found[:3]), found[3:]
+    found = _DOT_PRODUCT_ATTENTION_BACKWARD(dy, q, k, v, *others, **options)
     given = [checks.array(op, "", a) for a in (query, key, value, bias) if a is not None]
     found = [a.reshape(b.shape) for a, b in zip(jax.tree.leaves(found), given, strict=True)]
     return in_dtypes_of(*(of if len(given) > 1 else of[0] for of in (tuple(given), tuple(found))))
