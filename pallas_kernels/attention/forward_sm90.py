@@ -5,7 +5,7 @@
 A CTA computes tiles of queries, one after another. A producer warpgroup copies tiles of keys and values to two rings of
 shared memory, and the next tile of queries early. Each consumer warpgroup owns 64 queries. It keeps their outputs,
 largest score, and sum of exponentials in registers, and multiplies the probabilities from registers. Two consumers
-alternate: one multiplies while the other computes exponentials.
+alternate: one multiplies while the other computes exponentials, or stores its results.
 """
 
 import dataclasses
@@ -37,13 +37,17 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
+_SHORT = 2048
+"""Up to this length, three consumers waste more of their larger tiles than they gain."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tiles have `64 * consumers` queries and `keys` keys.
 
     Shared memory holds `stages` tiles of keys and of values, and `query_stages` tiles of queries. If `query_stages` is
-    1, each CTA computes one tile of queries. If `alternate`, two consumer warpgroups use the tensor cores in turn."""
+    1, each CTA computes one tile of queries. If `alternate`, two consumer warpgroups use the tensor cores in turn, and
+    if CTAs also compute several tiles, the results have their own shared memory."""
 
     keys: int = 128
     stages: int = 2
@@ -55,11 +59,17 @@ class Config:
     def tile(self) -> tuple[int, int]:
         return ROWS * self.consumers, self.keys
 
+    @property
+    def results_apart(self) -> bool:
+        return self.alternate and self.query_stages > 1
+
 
 def _plan(q, k, v, masks=None, visits=None, *, scale, softcap=None):
     if reason := unsupported(q, k, v, scale):
         return reason
-    head = q.shape[-1]
+    queries, head = q.shape[1], q.shape[-1]
+    if head == 64 and queries <= _SHORT:
+        return Config(stages=3)
     if head <= 64:
         return Config(consumers=3, alternate=False)
     return Config(keys=64, query_stages=1) if head == 256 else Config()
@@ -94,12 +104,11 @@ def forward(
     heads = Heads.of(q, k)
     rows, keys = config.tile
     tiles = -(-queries // rows)
-    alternate = config.alternate and config.consumers == 2
     one_tile = (ROWS, keys)
 
     def body(q, k, v, masks, visits, schedule, o, error, lse, *scratch, program, warpgroup):
-        q_stages, k_stages, v_stages, p_tile, *barriers = scratch
-        q_loaded, q_free, k_loaded, k_free, v_loaded, v_free, turn = barriers
+        q_stages, k_stages, v_stages, results, p_tile, *barriers = scratch
+        q_loaded, q_free, k_loaded, k_free, v_loaded, v_free, turns = barriers
 
         def copy_queries(step, stage, barrier, row):
             block = q.at[row.batch, pl.ds(row.index * rows, rows), heads.query(row.head)]
@@ -131,10 +140,13 @@ def forward(
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             order.for_each(produce, program, schedule, visits)
 
-        def take_turn():
-            if alternate:
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+        def wait_for_turn():
+            if config.alternate:
+                plgpu.barrier_wait(turns.at[warpgroup])
+
+        def end_turn():
+            if config.alternate:
+                plgpu.barrier_arrive(turns.at[1 - warpgroup])
 
         def consume_tile(row, own, first_tile, i, carry):
             sums, largest, total = carry
@@ -143,7 +155,7 @@ def forward(
 
             def multiply(products):
                 plgpu.wgmma(products, own, k_stages.at[k_ring.stage(step)].transpose((1, 0)))
-                take_turn()
+                end_turn()
                 return products[...]
 
             k_ring.wait(step)
@@ -160,7 +172,7 @@ def forward(
             sums *= lax.broadcast_in_dim(decay, sums.shape, [0])
             p = p.astype(own.dtype)
             v_ring.wait(step)
-            take_turn()
+            wait_for_turn()
             stage = v_stages.at[v_ring.stage(step)]
             scratch = None if p_tile is None else p_tile.at[warpgroup]
             (sums,) = with_products([sums], lambda sums: multiply_registers(sums, p, stage, scratch))
@@ -176,26 +188,34 @@ def forward(
             first_query = row.index * rows + warpgroup * ROWS
             first_tile = Tile(row.batch, row.head, first_query, 0, one_tile).with_queries(masks)
             consume_one = functools.partial(consume_tile, row, own, first_tile)
+            # A turn is the last product of a tile and the first of the next tile.
+            wait_for_turn()
             sums, largest, total = lax.fori_loop(0, row.count, consume_one, (sums, largest, total))
+            end_turn()
+            if config.results_apart:
+                q_ring.release(row.number)
+                own = results.at[pl.ds(warpgroup * ROWS, ROWS)]
             inverse = jnp.where(total == 0, jnp.float32(0), 1 / total)
             queries = pl.ds(first_query, ROWS)
             sums *= lax.broadcast_in_dim(inverse, sums.shape, [0])
             rounded = sums.astype(own.dtype)
             for out, values in ((o, rounded), (error, (sums - rounded.astype(jnp.float32)).astype(own.dtype))):
                 if out is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     own[...] = values
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(own, out.at[row.batch, queries, row.head])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            q_ring.release(row.number)
+            if not config.results_apart:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                q_ring.release(row.number)
             store(lse.at[row.batch, row.head, queries], largest * math.log(2) + jnp.log(total))
 
         @pl.when(warpgroup < config.consumers)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS[config.consumers], action="increase")
-            pl.when(warpgroup == 1)(take_turn)
+            pl.when(warpgroup == 1)(end_turn)
             order.for_each(consume, program, schedule, visits)
-            pl.when(warpgroup == 0)(take_turn)
+            pl.when(warpgroup == 0)(wait_for_turn)
             plgpu.wait_smem_to_gmem(0)
 
     own, read = heads.shape(q, heads.queries), heads.shape(k, heads.keys)
@@ -220,11 +240,12 @@ def forward(
             tile_memory((config.query_stages, rows, head), q.dtype),
             stages,
             stages,
+            tile_memory((rows, head), q.dtype) if config.results_apart else None,
             operand((config.consumers, ROWS, keys), q.dtype) if simulating() is not None else None,
             plgpu.Barrier(num_barriers=config.query_stages),
             plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.query_stages),
             *(loaded, free) * 2,
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=2) if config.alternate else None,
         ],
         name="attention_forward",
         skippable=(1,),

@@ -166,8 +166,8 @@ class Rows(NamedTuple):
       shape: numbers of examples, heads, and rows of tiles per head.
       width: a divisor of the number of all heads.
       last_first: whether the last row of a causal mask is the longest.
-      schedule: int32 `(CTAs, 2 + most rows)`. For each CTA, the number of its rows, and their positions in this order.
-        If it is None, each CTA computes one row.
+      schedule: int32 `(CTAs, 2 + most rows, 2)`. For each CTA, first the number of its rows, and then for each row its
+        position in this order and its number of tiles. If it is None, each CTA computes one row.
     """
 
     shape: tuple[int, int, int]
@@ -189,21 +189,25 @@ class Rows(NamedTuple):
     def for_each(self, compute: Callable[[Row], None], program: Any, schedule: Any, visits: Visits) -> None:
         """Call `compute(row)` for each row of tiles of CTA `program`. `schedule` is the reference to the attribute."""
 
-        def compute_one(number, position, step):
+        def compute_one(number, position, count, step):
             batch, head, index = self.at(position)
-            count, visit = row_visits(visits, batch, index)
+            of_row, visit = row_visits(visits, batch, index)
+            count = of_row if count is None else count
             compute(Row(number, batch, head, index, step, count, visit))
             return step + count
 
+        def scheduled(number):
+            return schedule[program, number + 1, 0], schedule[program, number + 1, 1]
+
         def compute_next(number, carry):
-            position, step = carry
-            following = schedule[program, number + 2]  # loaded early
-            return following, compute_one(number, position, step)
+            row, step = carry
+            following = scheduled(number + 1)  # loaded early
+            return following, compute_one(number, *row, step)
 
         if schedule is None:
-            compute_one(jnp.int32(0), program, jnp.int32(0))
+            compute_one(jnp.int32(0), program, None, jnp.int32(0))
         else:
-            lax.fori_loop(0, schedule[program, 0], compute_next, (schedule[program, 1], jnp.int32(0)))
+            lax.fori_loop(0, schedule[program, 0, 0], compute_next, (scheduled(0), jnp.int32(0)))
 
 
 def rows_of(own: Any, read: Any, tiles: int, visits: Visits, *, last_first: bool, persistent: bool) -> Rows:
@@ -234,9 +238,10 @@ def _balanced(counts):
         positions[cta].append(position)
         # Its start and its end take about as long as a tile.
         heapq.heapreplace(ctas, (busy + count + 1, cta))
-    schedule = np.zeros((len(ctas), 2 + max(map(len, positions))), np.int32)
+    schedule = np.zeros((len(ctas), 2 + max(map(len, positions)), 2), np.int32)
     for row, of_cta in zip(schedule, positions, strict=True):
-        row[: len(of_cta) + 1] = len(of_cta), *of_cta
+        row[0, 0] = len(of_cta)
+        row[1 : len(of_cta) + 1] = np.stack([of_cta, counts[of_cta]], axis=1)
     return schedule
 
 

@@ -13,21 +13,25 @@ from pallas_kernels.core.device import targeting
 from pallas_kernels.core.simulator import simulated
 
 
-def forward(q, k, v, masks, **options):
-    config = kernels.forward.plan(q, k, v, **options)
+def forward(q, k, v, masks, config=None, **options):
+    config = config or kernels.forward.plan(q, k, v, **options)
     visits, _ = visited_tiles(masks, k.shape[1], config.tile)
-    return kernels.forward(q, k, v, masks, visits, **options)
+    return kernels.forward(q, k, v, masks, visits, config=config, **options)
+
+
+OF_LONG_SEQUENCES = kernels.Config(consumers=3, alternate=False)
 
 
 @can_simulate
-@pytest.mark.parametrize("name", CASES)
-def test_the_simulator_finds_it_right(name):
+@pytest.mark.parametrize(("name", "config"), [*((name, None) for name in CASES), ("causal", OF_LONG_SEQUENCES)])
+def test_the_simulator_finds_it_right(name, config):
     case = CASES[name]
     q, k, v, _ = arrays(case)
     masks = masks_of(case)
     options = dict(scale=0.3, softcap=case.get("softcap"))
+    of_case = functools.partial(forward, masks=masks, config=config, **options)
     with on_the_cpu(), targeting(FEW_CTAS), simulated():
-        o, error, lse = jax.block_until_ready(jax.jit(functools.partial(forward, masks=masks, **options))(q, k, v))
+        o, error, lse = jax.block_until_ready(jax.jit(of_case)(q, k, v))
     expected = reference(q, k, v, masks, **options)
     o, error = (np.asarray(a, np.float64) for a in (o, error))
     np.testing.assert_allclose(o, expected.o, atol=case.get("atol", 4e-3))

@@ -85,12 +85,13 @@ def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, on
     counts = np.arange(1, 17, dtype=np.int32)[None]
     visits = Visits(np.zeros((1, 16, 16), np.int32), counts)
     rows = rows_of(*heads, 16, visits, persistent=True)
-    of_cta = [row[1 : row[0] + 1] for row in rows.schedule]
-    positions = np.concatenate(of_cta)
+    of_cta = [row[1 : row[0, 0] + 1] for row in rows.schedule]
+    positions, tiles_of_row = np.concatenate(of_cta).T
     np.testing.assert_array_equal(np.sort(positions), np.arange(math.prod(rows.shape)))
     batches, of_batch, indices = rows.at(positions)
     assert len({*zip(batches.tolist(), of_batch.tolist(), indices.tolist(), strict=True)}) == len(positions)
-    tiles = [counts[0, rows.at(p)[2]].sum() for p in of_cta]
+    np.testing.assert_array_equal(tiles_of_row, counts[0, indices])
+    tiles = [row[:, 1].sum() for row in of_cta]
     assert len(tiles) == HOPPER.multiprocessors and max(tiles) - min(tiles) <= counts.max()
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention import can_simulate
-from helpers import cuda_program, in_float64, normal, on_the_cpu, relative_error
+from helpers import cuda_program, in_float64, normal, on_the_cpu, poison_memory, relative_error
 
 from jaxbp import dot_product_attention
 from pallas_kernels.attention.scores_sm90 import HEADS
@@ -123,3 +123,44 @@ def test_other_devices_are_refused():
 
 def test_the_largest_head_of_the_kernels_is_the_limit():
     assert max(HEADS) == 256
+
+
+MASKS = {
+    "a bias": {},
+    "causal": dict(is_causal=True),
+    "a window": dict(is_causal=True, local_window_size=200),
+    "documents": dict(is_causal=True),
+    "lengths": dict(query_seq_lengths=np.array([900, 0]), key_value_seq_lengths=np.array([640, 7])),
+    "a softcap": dict(softcap=3.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(
+    ("features", "positions"), [(32, 1000), (64, 1000), (64, 2100), (96, 999), (128, 1000), (256, 1000)]
+)
+def test_gpu_kernels_match_float64_repeat_their_bits_and_take_packed_arrays(features, positions, masks):
+    packed = normal((2, positions, 2, 4, features))[0].astype("bfloat16")
+    q, k, v = packed[:, :, :, :2].reshape(2, positions, 4, features), packed[:, :, :, 2], packed[:, :, :, 3]
+    arrays = [q, k, v, *([normal((4, 1, positions))[0]] if masks == "a bias" else [])]
+    options = dict(MASKS[masks])
+    if masks == "documents":
+        options.update(segment_ids=np.arange(2 * positions).reshape(2, positions) // 170)
+
+    def run(implementation, *arrays):
+        poison_memory()
+        return value_and_gradients(implementation, wanted=len(arrays), **options)(*arrays)
+
+    found, again = run("pallas", *arrays), run("pallas", *arrays)
+    expected = in_float64(functools.partial(run, "autodiff"), *arrays)
+    for a, b, wanted in zip(found, again, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+        finite = np.isfinite(wanted)  # a query without a key has a log-sum-exp of -inf
+        np.testing.assert_array_equal(finite, np.isfinite(a))
+        assert relative_error(a[finite], wanted[finite]) <= 1e-2
+    if masks != "a bias":
+        y, residual, gradient = run("pallas", packed)
+        parts = gradient[:, :, :, :2].reshape(q.shape), gradient[:, :, :, 2], gradient[:, :, :, 3]
+        for a, b in zip(found, (y, residual, *parts), strict=True):
+            np.testing.assert_array_equal(a, b)
