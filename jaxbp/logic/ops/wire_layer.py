@@ -79,9 +79,11 @@ def _gradients(dy, weights, wires, x):
 
 
 def _gradients_of_groups(dy, weights, wires, rows):
+    # Small groups have kernels, which multiply exactly.
+    products = jnp.einsum if unsupported_group(weights, wires.candidates) else _exact_products
     dy, values = _by_group(upcast(dy), wires), upcast(rows)[wires.candidates]
-    dweights = jnp.einsum("qwn,qkn->qwk", dy, values).reshape(weights.shape)
-    dvalues = jnp.einsum("qwk,qwn->qkn", _by_group(weights, wires), dy)
+    dweights = products("qwn,qkn->qwk", dy, values).reshape(weights.shape)
+    dvalues = products("qwk,qwn->qkn", _by_group(weights, wires), dy)
     return dvalues.reshape(wires.readers.size, dvalues.shape[-1]), dweights
 
 

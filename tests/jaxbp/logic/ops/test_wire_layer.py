@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, every_implementation, in_float64, launching_program, normal, ours
+from helpers import assert_close, cuda_program, every_implementation, in_float64, launching_program, normal, ours
 
 import jaxbp
 from jaxbp import LearnedWires
@@ -118,6 +118,15 @@ def test_no_array_has_one_number_per_wire_candidate_and_example(implementation):
         program = str(jax.make_jaxpr(value_and_gradients(implementation))(dy, logits, wires, x))
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", program)]
     assert max(sizes) == 256 * 128
+
+
+def test_on_a_gpu_the_formula_multiplies_as_exactly_as_the_kernels():
+    arrays = normal((2, 3, 12), (12, 3), (2, 3, 6))
+    dy, logits, x = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+    with jax.default_matmul_precision("default"):
+        program = cuda_program(value_and_gradients("xla"), dy, logits, WIRES["softmax"], x)
+    products = re.findall("dot_general.*", program)
+    assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 def test_kernels_that_nothing_needs_are_not_launched():
