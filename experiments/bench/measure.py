@@ -43,7 +43,7 @@ MOST_REFERENCE_BYTES = 48 * 2**30
 class Compiler:
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-        self._futures = []
+        self._futures = {}
 
     def __enter__(self) -> "Compiler":
         return self
@@ -52,17 +52,22 @@ class Compiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
+        """Compile a program in a thread. Rows whose programs are equal share one executable, because XLA may choose
+        other algorithms each time that it compiles a program."""
         try:
             # Tracing and lowering depend on this thread's settings of JAX.
-            future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
+            lowered = jax.jit(function).lower(*arguments)
         except Exception as error:
             future = Future()
             future.set_exception(error)
-        self._futures.append(future)
-        return future
+            return future
+        text = lowered.as_text()
+        if text not in self._futures:
+            self._futures[text] = self._pool.submit(lowered.compile)
+        return self._futures[text]
 
     def wait(self) -> None:
-        wait(self._futures)
+        wait(self._futures.values())
         self._futures.clear()
 
 
@@ -95,15 +100,16 @@ class Accuracy:
     def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
         self.batch, self._workload = min(batch, workload.error_batch), workload
         self._dtype, self._compiler = dtype, compiler
-        self._draw = functools.partial(workload.draw, 0, self.batch, dtype)
-        self._structs, self._programs, self._errors = jax.eval_shape(self._draw), {}, {}
+        draw = functools.partial(workload.draw, 0, self.batch, dtype)
+        self._structs, self._programs, self._errors = jax.eval_shape(draw), {}, {}
+        self._drawing = compiler.submit(draw)
         with float64():
             wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, _wide(a)), self._structs)
             self._reference = compiler.submit(workload.function("autodiff", "float64"), *wide)
 
     @functools.cached_property
     def arguments(self) -> tuple:
-        return self._draw()
+        return self._drawing.result()()
 
     @functools.cached_property
     def reference(self) -> list[np.ndarray] | None:

@@ -33,9 +33,9 @@ PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
 CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
-ROWS_AT_ONCE, TRACING_SECONDS = 24, 8.0
-"""Limits on the number of rows that are compiled before any is timed, because executables take memory. The first row is
-timed before the second is compiled."""
+MOST_ROWS, COMPILING_SECONDS = 24, 8.0
+"""Rows are compiled in groups, and a group is timed before the next is compiled. The first group is one row. Each next
+group has as many rows as should take `COMPILING_SECONDS`, at most `MOST_ROWS`, because executables take memory."""
 
 
 class Settings(NamedTuple):
@@ -72,7 +72,7 @@ class Case:
         has_baselines = "autodiff" in settings.implementations or (settings.peers and workload.tokens is not None)
         baselines = workload.baselines if has_baselines else ()
         self._names = [*settings.implementations, *baselines]
-        self._programs, self._compiled = {}, {}
+        self._programs, self._compiled, self._drawing = {}, {}, None
 
     @property
     def our_names(self) -> list[str]:
@@ -133,6 +133,8 @@ class Case:
         self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets)
         if self.accuracy is not None:
             self.accuracy.submit(name)
+        if self._drawing is None and self.workload.tokens is None:  # the program of a large model would be long
+            self._drawing = compiler.submit(self._draw, 0)
         return True
 
     def _function(self, name):
@@ -167,7 +169,8 @@ class Case:
             yield self._measured(name, peer, precision, functools.partial(self._theirs, run))
 
     def _arguments(self):
-        return jax.block_until_ready(tuple(map(self._draw, range(self._sets))))
+        draw = self._draw if self._drawing is None else self._drawing.result()
+        return jax.block_until_ready(tuple(map(draw, range(self._sets))))
 
     def _measured(self, name, peer, precision, run) -> Row:
         with jax.default_matmul_precision(self.settings.precision):
@@ -270,21 +273,18 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 def _our_rows(cases, compiler, accuracy_of, keep_going):
     waiting = collections.deque((case, name) for case in cases for name in case.our_names)
-    is_first = True
+    count = 1
     while waiting and keep_going():
         compiled, started = [], time.monotonic()
-        while waiting and not (compiled and (is_first or _is_full(compiled, started) or not keep_going())):
+        while waiting and len(compiled) < count and (not compiled or keep_going()):
             case, name = waiting.popleft()
             if case.submit(name, compiler, accuracy_of(case)):
                 compiled.append((case, name))
         compiler.wait()
+        seconds = time.monotonic() - started
         for case, rows in itertools.groupby(compiled, lambda row: row[0]):
             yield from case.rows([name for _, name in rows])
-        is_first = False
-
-
-def _is_full(compiled, started):
-    return len(compiled) >= ROWS_AT_ONCE or time.monotonic() - started >= TRACING_SECONDS
+        count = min(MOST_ROWS, max(1, round(len(compiled) * COMPILING_SECONDS / seconds)))
 
 
 def _peer_rows(cases, accuracy_of, keep_going):

@@ -63,7 +63,7 @@ def selected(cases: Sequence[str], batch_last: bool = False, forward: bool = Fal
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
     """Select one workload per module of ops, and one per kind of training step: the first. Return a dict from these
-    workloads to the middle one of their batch sizes."""
+    workloads to the middle one of their batch sizes. Ops come first, because they compile faster."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}
@@ -71,7 +71,7 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
         if batches := workload.batches[0 if on_gpu else 1]:
             family = module.get(workload.op) or workload.op.partition("-")[0]
             chosen.setdefault(family, (workload, batches[len(batches) // 2]))
-    return dict(chosen.values())
+    return dict(sorted(chosen.values(), key=lambda each: each[0].steps is not None))
 
 
 def with_batch_last(workload: Workload) -> Workload:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from experiments.bench import __main__ as bench
+from experiments.bench import rows
 from experiments.bench.measure import Accuracy, Compiler
 from experiments.bench.peers import table
 from experiments.bench.rows import Case
@@ -70,8 +71,10 @@ def test_a_row_that_is_running_ends_soon_after_the_time_limit(quickly, monkeypat
     assert code == 0 and report["rows"] == [] and len(report["missing"]) == 2
 
 
-def test_the_first_row_is_timed_before_the_second_is_compiled_and_peers_come_last(quickly, monkeypatch):
+@pytest.mark.parametrize("seconds", [1e6, 0])
+def test_the_first_row_is_timed_before_the_second_is_compiled_and_peers_come_last(seconds, quickly, monkeypatch):
     events, submit, keep = [], Case.submit, bench.keep
+    monkeypatch.setattr(rows, "COMPILING_SECONDS", seconds)
 
     def submitted(case, name, *args):
         events.append(f"compile {name} {case.batch}")
@@ -86,8 +89,10 @@ def test_the_first_row_is_timed_before_the_second_is_compiled_and_peers_come_las
     variants = lambda task: [("timed", None, lambda: {"microseconds": 1.0})]  # noqa: E731
     monkeypatch.setattr(table, "PEERS", {"Peer": lambda: table.Peer("1.0", variants)})
     _, report = quickly("--batch", "2", "3", "--peers")
-    compiled = ["compile xla 2", "row 1", "compile autodiff 2", "compile xla 3", "compile autodiff 3"]
-    assert events == [*compiled, *(f"row {n}" for n in (2, 3, 4, 5, 6, 6))]
+    compiled = [f"compile {name} {batch}" for batch in (2, 3) for name in ("xla", "autodiff")]
+    timed = [f"row {n}" for n in (1, 2, 3, 4, 5, 6, 6)]
+    one_by_one = [event for pair in zip(compiled, timed[:4], strict=True) for event in pair] + timed[4:]
+    assert events == (one_by_one if seconds == 0 else [compiled[0], timed[0], *compiled[1:], *timed[1:]])
     names = ["xla", "autodiff", "Peer timed"]
     assert [(row["batch"], row["implementation"]) for row in report["rows"]] == [
         (n, name) for n in (2, 3) for name in names
@@ -120,7 +125,7 @@ def test_a_quick_run_compiles_only_what_it_times(quickly, monkeypatch):
     submitted, submit = [], Compiler.submit
     monkeypatch.setattr(Compiler, "submit", lambda *args: submitted.append(args) or submit(*args))
     (row,) = quickly("--quick", implementations=("xla",))[1]["rows"]
-    assert len(submitted) == 1 and row["microseconds"] > 0
+    assert len(submitted) == 2 and row["microseconds"] > 0  # the row's program, and one that draws its arguments
     assert [row[name] for name in ("temporary_bytes", "error", "error_batch", "compile_seconds")] == [None] * 4
     (row,) = quickly("--quick", "--compile-seconds", implementations=("xla",))[1]["rows"]
     assert row["compile_seconds"] > 0

@@ -51,6 +51,17 @@ def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
             broken.result()
 
 
+def test_equal_programs_share_one_executable(workload_at):
+    workload = workload_at("linear", "fc3")  # on a CPU, None is autodiff
+    names = ["autodiff", "None", "xla"]
+    case = Case(workload, 2, Settings(names, {}, "best", "float32", "default", 1e-3, False, {}))
+    with Compiler() as compiler:
+        for name in names:
+            case.submit(name, compiler, None)
+        autodiff, default, xla = (case._programs[name, "chain"] for name in names)
+        assert autodiff is default and autodiff is not xla
+
+
 def test_errors_are_held_against_float64(workload_at):
     with Compiler() as compiler:
         accuracy = Accuracy(workload_at("softmax_cross_entropy_backward", "classes"), 4, "bfloat16", compiler)
