@@ -90,6 +90,16 @@ def test_yosys_counts_the_registers_of_a_pipeline(tmp_path):
     assert parts["circuit"].depth < 5
 
 
+@needs_yosys
+@pytest.mark.parametrize("registers", [None, 5])
+def test_hundred_votes_take_98_tables_of_six_inputs(registers, tmp_path):
+    netlist = Netlist.from_gates(400, [1], [0], [1], [400, *range(1, 400)])
+    _, parts = synthesis.synthesize(netlist, 4, synthesis.DEVICES["xilinx"], tmp_path, registers)
+    assert parts["gates"].tables == 1
+    # Six comparisons of seven bits take three tables each, and the label two.
+    assert parts["votes"].tables == 4 * 98 + 6 * 3 + 2
+
+
 @pytest.mark.parametrize(
     ("message", "wanted"),
     [
