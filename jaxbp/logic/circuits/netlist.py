@@ -118,8 +118,8 @@ class BitCircuit(ByContent):
             edge. The module's parameter LATENCY is the number of rising edges from x to y. With `classes`, it is the
             number of edges from x to `label`, and there is no port y.
           table_inputs: the number of inputs of a lookup table of the chip, at least 3. With 6 or more, a counter of
-            votes replaces up to six bits by three, and a comparison selects one of up to four classes. With fewer, a
-            counter is a full adder, and a comparison selects one of two classes.
+            votes replaces up to six bits by three. Up to four classes are compared at once, and the selection of one of
+            them is another level. With fewer inputs, a counter is a full adder, and two classes are compared.
         """
         op = type(self).__name__
         check_name(op, name, VERILOG_WORDS)

@@ -152,8 +152,9 @@ def maximum_module(
     """Return modules, and the latency of the last, the number of registers on each path. Its output `label`, of
     `digits` bits, is the index of the first maximum of `classes` numbers of `planes` bits.
 
-    A comparison is one level (see `Pipeline`). With tables of six inputs, it selects one of up to four numbers after
-    comparing all pairs, because one table selects one of four bits. Else, it selects one of two numbers.
+    One table of six inputs selects one of four bits. With such tables, all pairs of up to four numbers are compared,
+    which is one level (see `Pipeline`), and the selection of the maximum is the next level. Else, the comparison of two
+    numbers and the selection are one level.
     """
     numbers = [(f"votes[{_slice(c, planes)}]", f"{digits}'d{c}") for c in range(classes)]
     pipeline, names = Pipeline([number for number, _ in numbers], registers, planes), itertools.count()
@@ -178,17 +179,17 @@ def _select(
             pipeline.instance(larger, more[i, j], a, b)
         else:
             pipeline.add(more[i, j], "{0} > {1}", b, a)
-    choose, bits = "{0} ? {1} : {2}", [more[0, 1]]
+    choose, bits, levels = "{0} ? {1} : {2}", [more[0, 1]], int(larger is not None)
     if len(numbers) > 2:
         # Compare the larger of the last two numbers with the larger of the first two. A missing number is not larger.
         four = "{0} ? ({1} ? {2} : {3}) : ({1} ? {4} : {5})"
         last, first, *others = (more.get(pair, "1'b0") for pair in ((2, 3), (0, 1), (1, 3), (0, 3), (1, 2), (0, 2)))
-        upper = pipeline.add(f"upper{name}", four, last, first, *others, levels=0)
+        upper = pipeline.add(f"upper{name}", four, last, first, *others, levels=levels)
         bits = [upper, pipeline.add(f"lower{name}", choose, upper, last, first, levels=0)]
-        choose, numbers = four, [*numbers, *numbers[:1]][:4]
+        choose, numbers, levels = four, [*numbers, *numbers[:1]][:4], 0
     values, labels = zip(*reversed(numbers), strict=True)
-    most = pipeline.add(f"most{name}", choose, *bits, *values, width=planes, levels=0)
-    return most, pipeline.add(f"label{name}", choose, *bits, *labels, width=digits, levels=0)
+    most = pipeline.add(f"most{name}", choose, *bits, *values, width=planes, levels=levels)
+    return most, pipeline.add(f"label{name}", choose, *bits, *labels, width=digits, levels=levels)
 
 
 def _larger_modules(name: str, planes: int) -> list[str]:

@@ -56,20 +56,22 @@ def test_with_six_inputs_a_count_takes_about_one_table_per_removed_bit():
         assert bits - planes <= tables <= bits + 2
 
 
-def test_a_counter_is_one_level():
+def test_a_counter_a_comparison_and_a_selection_of_one_of_four_are_levels():
     assert [count_module("count", 100, registers)[1] for registers in (1, 2, 9)] == [9, 5, 1]
+    assert [maximum_module("maximum", classes, 7, 4, 1)[1] for classes in (1, 2, 4, 5, 10, 16)] == [0, 2, 2, 4, 4, 4]
+    assert [maximum_module("maximum", classes, 7, 4, 1, 4)[1] for classes in (1, 2, 4, 5, 10, 16)] == [0, 1, 2, 3, 4, 4]
 
 
 @needs_icarus
-@pytest.mark.parametrize("planes", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("planes", "registers"), [(1, None), (2, 1), (3, None), (5, 3), (8, 1), (8, None)])
 @pytest.mark.parametrize("classes", [1, 2, 3, 4, 6, 7, 9])
 @pytest.mark.parametrize("table_inputs", [4, 6])
-def test_the_label_is_the_first_maximum(table_inputs, classes, planes, tmp_path):
+def test_the_label_is_the_first_maximum(table_inputs, classes, planes, registers, tmp_path):
     digits, random = max(1, (classes - 1).bit_length()), np.random.default_rng(0)
     numbers = random.integers(0, 1 << planes, (60, classes))
     numbers[:30] = numbers[:30, :1] ^ random.integers(0, 2, (30, classes))  # Most of these numbers are equal.
     bits = (numbers[:, :, None] >> np.arange(planes) & 1).reshape(60, -1)
-    source, _ = maximum_module("circuit", classes, planes, digits, table_inputs=table_inputs)
+    source, _ = maximum_module("circuit", classes, planes, digits, registers, table_inputs)
     source = re.sub(r"\bvotes\b", "x", source)
     labels = in_icarus(source, bits, digits, tmp_path, port="label") @ (1 << np.arange(digits))
     assert np.array_equal(labels, numbers.argmax(axis=1))
