@@ -309,6 +309,10 @@ REFUSED = {
         lambda: CIRCUIT.to_verilog(registers=0),
         "Circuit: registers is 0; wants an int of at least 1",
     ),
+    "tables of two inputs": (
+        lambda: CIRCUIT.to_verilog(table_inputs=2),
+        "Circuit: table_inputs is 2; wants an int of at least 3",
+    ),
     "a keyword of Verilog": (
         lambda: CIRCUIT.to_verilog("reg"),
         "Circuit: name is 'reg', which is reserved in Verilog; wants another name",
