@@ -78,7 +78,7 @@ def synthesize(
     Yosys maps each module separately, so that the tables of the gates and of the votes add up. It writes the mapped
     `timed_module` to `timed.json` in `folder`. `registers` is as in `netlist.to_verilog`.
     """
-    circuit = netlist.to_verilog(classes=classes, registers=registers)
+    circuit = netlist.to_verilog(classes=classes, registers=registers, table_inputs=device.inputs)
     (folder / "circuit.v").write_text(circuit + timed_module(netlist, classes, clocked=registers is not None))
     flip_flops = " ".join(f"t:{cell}" for cell in FLIP_FLOPS.split())
     names = "circuit_gates", "circuit"
@@ -90,6 +90,7 @@ def synthesize(
     script = (
         "read_verilog circuit.v",
         f"{device.synthesize} -top timed",
+        "setattr -mod -unset keep_hierarchy",
         "design -save mapped",
         *count,
         "design -load mapped; flatten; opt_clean -purge; write_json timed.json",

@@ -372,18 +372,21 @@ class ConvolutionalCircuit(BitCircuit):
             convolution.add_to(source, i, firsts[i], images[i + 1])
         return self._head.add_to(source, firsts[-1])
 
-    def to_verilog(self, name: str = "circuit", pipelined: bool = False, *, classes: int | None = None) -> str:
+    def to_verilog(
+        self, name: str = "circuit", pipelined: bool = False, *, classes: int | None = None, table_inputs: int = 6
+    ) -> str:
         """Return Verilog, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y` of the module `{name}`.
 
         Args:
-          pipelined: whether to put registers after each convolution's pool, each layer, and, with `classes`, each full
-            adder of the votes and each comparison of two classes. The module then has an
-            `input clock` and takes a new x at each rising edge. The module's parameter LATENCY is the number of rising
-            edges from x to y. With `classes`, it is the number of edges from x to `label`, and there is no port y.
-          classes: as in `jaxbp.Circuit.to_verilog`.
+          pipelined: whether to put registers after each convolution's pool, each layer, and, with `classes`, each
+            counter of votes and each comparison of classes. The module then has an `input clock` and takes a new x at
+            each rising edge. The module's parameter LATENCY is the number of rising edges from x to y. With `classes`,
+            it is the number of edges from x to `label`, and there is no port y.
+          classes, table_inputs: as in `jaxbp.Circuit.to_verilog`.
         """
         check_name("ConvolutionalCircuit", name, VERILOG_WORDS)
         self.check_classes(classes)
+        table_inputs = checks.count("ConvolutionalCircuit", "table_inputs", table_inputs, 3)
         modules, parts = [], []
         for i, convolution in enumerate(self.convolutions):
             parts.append((f"{name}_convolution{i}", math.prod(convolution.output_shape)))
@@ -403,10 +406,9 @@ class ConvolutionalCircuit(BitCircuit):
                 lines += [f"reg [{outputs - 1}:0] held{i};", f"always @(posedge clock) held{i} <= y{i};"]
                 source = f"held{i}"
         lines.append(f"assign y = {source};")
-        latency = len(parts) if pipelined else None
-        modules.append(
-            circuit_module(name, self.inputs, self.outputs, lines, latency, classes, 1 if pipelined else None)
-        )
+        latency, registers = (len(parts), 1) if pipelined else (None, None)
+        sizes = self.inputs, self.outputs
+        modules.append(circuit_module(name, *sizes, lines, latency, classes, registers, table_inputs))
         return "\n".join(modules)
 
 

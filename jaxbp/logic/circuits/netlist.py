@@ -101,21 +101,32 @@ class BitCircuit(ByContent):
         # Reads input i from row `first + i`. Returns the row of each output, and the number of rows of the memory.
         return self.netlist().add_to(source, first)
 
-    def to_verilog(self, name: str = "circuit", *, classes: int | None = None, registers: int | None = None) -> str:
+    def to_verilog(
+        self,
+        name: str = "circuit",
+        *,
+        classes: int | None = None,
+        registers: int | None = None,
+        table_inputs: int = 6,
+    ) -> str:
         """Return a Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
 
         Args:
           classes: number of classes, as in `to_c`. If given, the module also has a port `label`, the sample's class.
-          registers: the number of levels of logic between registers, at least 1. A level is a gate, a full adder of the
-            votes, or a comparison of two classes. If given, the module also has an `input clock` and takes a new x at
-            each rising edge. The module's parameter LATENCY is the number of rising edges from x to y. With `classes`,
-            it is the number of edges from x to `label`, and there is no port y.
+          registers: the number of levels of logic between registers, at least 1. A level is a gate, a counter of votes,
+            or a comparison of classes. If given, the module also has an `input clock` and takes a new x at each rising
+            edge. The module's parameter LATENCY is the number of rising edges from x to y. With `classes`, it is the
+            number of edges from x to `label`, and there is no port y.
+          table_inputs: the number of inputs of a lookup table of the chip, at least 3. With 6 or more, a counter of
+            votes replaces up to six bits by three. Up to four classes are compared at once, and the selection of one of
+            them is another level. With fewer inputs, a counter is a full adder, and two classes are compared.
         """
         op = type(self).__name__
         check_name(op, name, VERILOG_WORDS)
         self.check_classes(classes)
         if registers is not None:
             registers = checks.count(op, "registers", registers, 1)
+        table_inputs = checks.count(op, "table_inputs", table_inputs, 3)
         netlist, names = self.netlist(), [f"x[{i}]" for i in range(self.inputs)]
         pipeline = Pipeline(names, registers)
         expressions = [e.format(a="{0}", b="{1}", zero="1'b0", one="1'b1") for e in EXPRESSIONS]
@@ -124,7 +135,9 @@ class BitCircuit(ByContent):
             names.append(pipeline.add(f"g{g}", expressions[gate], names[a], names[b]))
         latency = pipeline.assign({f"y[{i}]": names[source] for i, source in enumerate(netlist.results.tolist())})
         latency = latency if registers else None
-        return circuit_module(name, self.inputs, self.outputs, pipeline.lines, latency, classes, registers)
+        return circuit_module(
+            name, self.inputs, self.outputs, pipeline.lines, latency, classes, registers, table_inputs
+        )
 
     def to_verilog_testbench(self, bits: Bool[np.ndarray, "samples *shape"], name: str = "circuit") -> str:
         """Return a Verilog module `{name}_test`, for the module of `to_verilog(name)`, which has no clock.

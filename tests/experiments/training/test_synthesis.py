@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import subprocess
 import textwrap
 
 import numpy as np
@@ -9,6 +10,7 @@ from verilog import needs_icarus, needs_yosys, run_in_icarus
 from experiments.output.errors import BrokenRun, UserError
 from experiments.training import synthesis
 from jaxbp import Netlist
+from jaxbp.logic.circuits.verilog import count_module
 
 # Six outputs of four of the five inputs: input 2 is unused.
 NETLIST = Netlist.from_gates(5, [1, 6, 14], [0, 1, 5], [3, 4, 6], [5, 6, 7, 0, 7, 3])
@@ -88,6 +90,27 @@ def test_yosys_counts_the_registers_of_a_pipeline(tmp_path):
     # two bits of the label.
     assert parts["votes"].registers == 6 + 5 + 2
     assert parts["circuit"].depth < 5
+
+
+@needs_yosys
+@pytest.mark.parametrize("registers", [None, 5])
+def test_hundred_votes_take_98_tables_of_six_inputs(registers, tmp_path):
+    netlist = Netlist.from_gates(400, [1], [0], [1], [400, *range(1, 400)])
+    _, parts = synthesis.synthesize(netlist, 4, synthesis.DEVICES["xilinx"], tmp_path, registers)
+    assert parts["gates"].tables == 1
+    # Six comparisons of seven bits take three tables each, and the label two.
+    assert parts["votes"].tables == 4 * 98 + 6 * 3 + 2
+
+
+@needs_yosys
+def test_counters_are_mapped_separately_in_a_flat_design(tmp_path):
+    source, _ = count_module("count", 50)
+    (tmp_path / "count.v").write_text(source)
+    device = synthesis.DEVICES["xilinx"].synthesize
+    script = f"read_verilog count.v; {device} -flatten -top count; setattr -mod -unset keep_hierarchy; flatten"
+    command = ["yosys", "-q", "-p", f"{script}; tee -q -o stat.json stat -json"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert synthesis.part((tmp_path / "stat.json").read_text(), "").tables == 47
 
 
 @pytest.mark.parametrize(

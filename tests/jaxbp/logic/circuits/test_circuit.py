@@ -215,13 +215,16 @@ def by_tables(circuit, classes):
 
 
 @needs_yosys
-def test_yosys_proves_that_the_simplified_circuit_and_its_votes_equal_the_truth_tables(tmp_path):
-    source, wanted = SMALL.netlist().simplify().to_verilog(classes=3), by_tables(SMALL, 3)
+@pytest.mark.parametrize(("table_inputs", "larger"), [(4, "= votes[5:3] >"), (6, "= x[5:3] >")])
+def test_yosys_proves_that_the_simplified_circuit_and_its_votes_equal_the_truth_tables(tmp_path, table_inputs, larger):
+    source = SMALL.netlist().simplify().to_verilog(classes=3, table_inputs=table_inputs)
+    wanted = by_tables(SMALL, 3)
     (gate,) = re.findall(r"wire g9 = (.*);", source)
     sources = {"right": source, "wrong gate": source.replace(f"g9 = {gate}", f"g9 = ~({gate})")}
-    sources["wrong vote"] = source.replace("more0 = votes[5:3] > votes[2:0]", "more0 = votes[5:3] >= votes[2:0]")
+    sources["wrong vote"] = source.replace(larger, f"{larger}=")
     assert len({*sources.values()}) == 3
-    proof = "proc; flatten; miter -equiv wanted circuit miter; flatten; sat -verify -prove trigger 0 miter"
+    proof = "proc; setattr -mod -unset keep_hierarchy; flatten; miter -equiv wanted circuit miter; flatten"
+    proof += "; sat -verify -prove trigger 0 miter"
     for name, source in sources.items():
         (tmp_path / "proof.v").write_text(source + wanted)
         done = subprocess.run(
@@ -305,6 +308,10 @@ REFUSED = {
     "no levels between registers": (
         lambda: CIRCUIT.to_verilog(registers=0),
         "Circuit: registers is 0; wants an int of at least 1",
+    ),
+    "tables of two inputs": (
+        lambda: CIRCUIT.to_verilog(table_inputs=2),
+        "Circuit: table_inputs is 2; wants an int of at least 3",
     ),
     "a keyword of Verilog": (
         lambda: CIRCUIT.to_verilog("reg"),

@@ -193,9 +193,10 @@ def test_a_pipeline_takes_a_sample_at_each_edge_and_gives_it_as_many_edges_later
     bits, source = samples(FIRST, 9), FIRST.to_verilog(pipelined=True)
     assert "localparam LATENCY = 4;" in source
     assert np.array_equal(in_icarus(source, bits.reshape(9, -1), FIRST.outputs, tmp_path), FIRST(bits))
-    source = FIRST.to_verilog(pipelined=True, classes=5)
-    labels = in_icarus(source, bits.reshape(9, -1), 3, tmp_path, port="label") @ [1, 2, 4]
-    assert np.array_equal(labels, FIRST(bits).reshape(9, 5, -1).sum(axis=2).argmax(axis=1))
+    for table_inputs in (4, 6):
+        source = FIRST.to_verilog(pipelined=True, classes=5, table_inputs=table_inputs)
+        labels = in_icarus(source, bits.reshape(9, -1), 3, tmp_path, port="label") @ [1, 2, 4]
+        assert np.array_equal(labels, FIRST(bits).reshape(9, 5, -1).sum(axis=2).argmax(axis=1))
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
