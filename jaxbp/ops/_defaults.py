@@ -1,14 +1,13 @@
 """Ops that XLA fuses well: their default implementations, and backwards written once for XLA and for kernels."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxbp.common import checks, numerics
-from jaxbp.pairing import DefaultImplementation, Pair
+from jaxbp.pairing import CastOnce, DefaultImplementation, Pair
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
@@ -48,21 +47,6 @@ def xla_and_pallas(backward: Callable) -> dict[str, Callable]:
     """Return the implementations "xla" and "pallas" of `backward(elementwise, sum_over, dy, *saved, **options)`. The
     first two arguments are the kernels of these names, or the functions of `numerics`."""
     return {
-        "xla": cast_once(functools.partial(backward, numerics.elementwise, numerics.sum_over)),
+        "xla": CastOnce(functools.partial(backward, numerics.elementwise, numerics.sum_over)),
         "pallas": functools.partial(backward, elementwise, sum_over),
     }
-
-
-def cast_once(formula):
-    """Return `formula`, but cast each array in half precision to float32 once. Otherwise, a second derivative would
-    round the gradient of each use of the array before it adds them."""
-
-    @functools.wraps(formula)
-    def in_float32(*arrays, **options):
-        wide = jax.tree.map(numerics.upcast, arrays)
-        results = formula(*wide, **options)
-        if all(map(operator.is_, jax.tree.leaves(wide), jax.tree.leaves(arrays))):
-            return results
-        return jax.tree.map(numerics.cast_like, results, jax.eval_shape(functools.partial(formula, **options), *arrays))
-
-    return in_float32

@@ -12,6 +12,7 @@ A call passes through these layers, and a gradient through them again, in this o
     mesh  `over_devices` runs a kernel on each device of a mesh with a part of the examples
 """
 
+from jaxbp.pairing.gradients import CastOnce as CastOnce
 from jaxbp.pairing.gradients import by_autodiff as by_autodiff
 from jaxbp.pairing.gradients import in_dtypes_of as in_dtypes_of
 from jaxbp.pairing.gradients import summed_like as summed_like
@@ -26,6 +27,7 @@ from jaxbp.pairing.op import differentiable as differentiable
 from jaxbp.pairing.op import name_of as name_of
 from jaxbp.pairing.op import per_implementation as per_implementation
 from jaxbp.pairing.pair import Pair as Pair
+from jaxbp.pairing.pair import cast_once as cast_once
 from jaxbp.pairing.pair import given_arguments as given_arguments
 from jaxbp.pairing.pair import pairs as pairs
 from jaxbp.pairing.pair import saving_arguments as saving_arguments

@@ -1,10 +1,29 @@
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jaxbp.common.numerics import cast_like, upcast
+
+
+class CastOnce:
+    """A formula that casts each array in half precision to float32 once. Otherwise, a second derivative would round the
+    gradient of each use of the array before it adds them."""
+
+    def __init__(self, formula: Callable):
+        self.formula = formula
+
+    def __call__(self, *arrays: Any, **options: Any) -> Any:
+        wide = jax.tree.map(upcast, arrays)
+        results = self.formula(*wide, **options)
+        if all(map(operator.is_, jax.tree.leaves(wide), jax.tree.leaves(arrays))):
+            return results
+        return jax.tree.map(cast_like, results, jax.eval_shape(functools.partial(self.formula, **options), *arrays))
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:

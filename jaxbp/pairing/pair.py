@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxbp.common import checks
 from jaxbp.common.numerics import weakly_typed
-from jaxbp.pairing.gradients import by_autodiff, of_floating, positional_names
+from jaxbp.pairing.gradients import CastOnce, by_autodiff, of_floating, positional_names
 from jaxbp.pairing.mesh import BatchAxes
 from jaxbp.pairing.op import (
     DefaultImplementation,
@@ -121,9 +121,12 @@ class Pair(Op[P, R]):
         self.forward, self.backward = forward, backward
         self._residuals, self._has_aux, self._linear = residuals, has_aux, linear
         behind_dy = functools.partial(functools.partial, _behind_dy)
+        vjps: dict[str, Callable] = {key: functools.partial(self._vjp, key) for key in self._rules}
+        if isinstance(backward.implementations.get("xla"), CastOnce):  # `save` uses the arrays, too
+            vjps = cast_once(vjps)
         self.vjp: Op[..., Any] = Op(
             f"{name}_backward",
-            {key: functools.partial(self._vjp, key) for key in self._rules} | {"autodiff": self._vjp_by_autodiff},
+            vjps | {"autodiff": self._vjp_by_autodiff},
             unsupported=self.unsupported if linear else behind_dy(self.unsupported),
             default=default_vjp or (behind_dy(default) if callable(default) else default),
             partitioned=partitioned,
@@ -180,6 +183,14 @@ class Pair(Op[P, R]):
         if self._linear:
             return transpose(forward, options["shape"], dy)
         return by_autodiff((lambda *arrays: forward(*arrays)[0]) if self._has_aux else forward, dy, *arrays)
+
+
+def cast_once(implementations: Mapping[str, Callable]) -> dict[str, Callable]:
+    """Return the implementations of a backward, but cast arrays in half precision once in "xla", as in `CastOnce`, and
+    give "pallas" the derivatives of this formula."""
+    formula = CastOnce(implementations["xla"])
+    others = {key: differentiable(kernel, formula) for key, kernel in implementations.items() if key == "pallas"}
+    return {**implementations, "xla": formula, **others}
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:

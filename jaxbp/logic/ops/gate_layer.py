@@ -43,6 +43,7 @@ from jaxbp.pairing import (
     Implementation,
     Op,
     Pair,
+    cast_once,
     differentiable,
     given_arguments,
     pairs,
@@ -264,7 +265,7 @@ def _definition_backward(dy, parameters, wires, x, **options):
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
 _GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _GATE_LAYER_BACKWARD = _public_op(
-    "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+    "gate_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
 )
 
 

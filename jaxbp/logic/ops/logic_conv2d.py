@@ -34,7 +34,7 @@ from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.ops.gate_layer import COEFFICIENTS
 from jaxbp.logic.wires.tree_wires import TreeWires, TreeWiresArgument
 from jaxbp.ops.conv import max_pool2d
-from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.pairing import Implementation, Op, Pair, cast_once, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.arrays import batch_first, batch_last
@@ -255,7 +255,7 @@ def _unsupported(*arrays, stride, padding, pool, **options):
 _public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
 _LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **per_implementation(_convolution)})
 _LOGIC_CONV2D_BACKWARD = _public_op(
-    "logic_conv2d_backward", {"autodiff": _definition_backward, **per_implementation(_convolution_backward)}
+    "logic_conv2d_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_convolution_backward))}
 )
 
 

@@ -27,7 +27,15 @@ from jaxbp.logic.ops._rows import (
     sums_over_examples,
 )
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable, pairs, per_implementation
+from jaxbp.pairing import (
+    DefaultImplementation,
+    Implementation,
+    Op,
+    cast_once,
+    differentiable,
+    pairs,
+    per_implementation,
+)
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.lookup_tables import (
@@ -144,7 +152,7 @@ _DEFAULT = DefaultImplementation(gpu="xla")
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, default=_DEFAULT, partitioned=True, jit=True)
 _LUT_LAYER = _public_op("lut_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _LUT_LAYER_BACKWARD = _public_op(
-    "lut_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+    "lut_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
 )
 
 

@@ -21,7 +21,7 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import Implementation, Op, differentiable, pairs, per_implementation
+from jaxbp.pairing import Implementation, Op, cast_once, differentiable, pairs, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
@@ -167,7 +167,7 @@ def _definition_backward(dy, logits, wires, x):
 _public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
 _WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
 _WIRE_LAYER_BACKWARD = _public_op(
-    "wire_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
+    "wire_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
 )
 
 

@@ -13,8 +13,8 @@ from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, DIGITS, Argument, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
-from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, cast_once
-from jaxbp.pairing import Implementation, Op, Pair, differentiable, saving_arguments
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU
+from jaxbp.pairing import CastOnce, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.pairing.gradients import in_dtypes_of, summed_like
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.arrays import batch_first, batch_last
@@ -217,7 +217,7 @@ def _default(logits, labels, *_, **options):
 
 _SOFTMAX_CROSS_ENTROPY = Pair(
     losses,
-    Op("softmax_cross_entropy_backward", {"xla": cast_once(_gradients), "pallas": _gradients_kernel}, jit=True),
+    Op("softmax_cross_entropy_backward", {"xla": CastOnce(_gradients), "pallas": _gradients_kernel}, jit=True),
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,

@@ -393,3 +393,17 @@ def test_kernels_compute_the_coefficients_of_large_layers(gates, launched):
     with targeting(HOPPER):
         program = str(jax.make_jaxpr(gradient)(logits, x, wires))
     assert [f"name='{name}'" in program for name in ("softmax_gates", "softmax_gates_backward")] == [launched, launched]
+
+
+def test_second_derivatives_of_the_backward_in_float16_may_cancel_beyond_its_range():
+    """The derivative of `4096 log(da db)` with respect to dy, with `da = dy b` and `db = dy a`, does not depend on x.
+    The two terms of its gradient with respect to x are 2^18 and -2^18."""
+    logits = jnp.zeros((1, 16), jnp.float16).at[0, 1].set(30)
+
+    def of_dy(dy, x):
+        backward = functools.partial(jaxbp.gate_layer_backward, implementation="xla")
+        loss = lambda dy: 4096 * jnp.sum(jnp.log(backward(dy, logits, ONE_GATE, x)[1]))  # noqa: E731
+        return 4096 * jnp.sum(jax.grad(loss)(dy))
+
+    found = jax.jit(jax.grad(of_dy, argnums=1))(jnp.full(1, 64, jnp.float16), jnp.ones(2, jnp.float16))
+    np.testing.assert_allclose(np.asarray(found, np.float64), 0, atol=1)

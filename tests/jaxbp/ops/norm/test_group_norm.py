@@ -1,10 +1,12 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, every_implementation, normal, ours
+from helpers import assert_close, every_implementation, in_float64, normal, ours
 
-from jaxbp import batch_norm, group_norm, group_norm_backward, layer_norm
+from jaxbp import batch_norm, batch_norm_backward, group_norm, group_norm_backward, layer_norm
 
 
 @every_implementation
@@ -55,3 +57,18 @@ def test_a_group_whose_squares_overflow_is_nan_and_no_other(implementation):
     x = jnp.array([[1e20, -1e20, 1.0, 2.0]])
     y = group_norm(x, num_groups=2, implementation=implementation)
     np.testing.assert_array_equal(jnp.isnan(y), [[True, True, False, False]])
+
+
+@ours
+@pytest.mark.parametrize("backward", [functools.partial(group_norm_backward, num_groups=2), batch_norm_backward])
+def test_derivatives_of_the_backward_in_half_precision_are_rounded_once(backward, implementation):
+    # Groups and channels of few elements, in which the gradients of the statistics nearly cancel the others.
+    dy, x, scale, v = (a.astype(jnp.bfloat16) for a in normal((3, 4, 1), (3, 4, 1), (4,), (3, 4, 1)))
+
+    def second(implementation, *arrays):
+        dx_v = lambda *arrays: jnp.vdot(backward(*arrays, implementation=implementation)[0], v)  # noqa: E731
+        return jax.grad(dx_v, argnums=(0, 1, 2))(*arrays)
+
+    run, reference = (jax.jit(functools.partial(second, of)) for of in (implementation, "autodiff"))
+    for found, exact in zip(run(dy, x, scale), in_float64(reference, dy, x, scale), strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1.001 * 2**-8, atol=1e-5)
