@@ -97,7 +97,8 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the op's arguments. `kind`, an element of `DATA`, is the distribution of floats.
+        """Draw the op's arguments. `kind`, an element of `DATA`, is the distribution of floats. `_floats` says which
+        kinds an op does not get.
 
         Integers, such as labels, do not depend on `random` or `kind`, because they are constants in a compiled program.
         """
@@ -142,7 +143,7 @@ class Program:
             x = x * 10 ** random.uniform(-3, 2)
             if not argument.positive:
                 x = x + random.choice([0.0, 1.0, 100.0])
-        # Logits in float16 would overflow.
+        # Logits have the dtype of x, as the results of `linear`. In float16, they would overflow, and the loss is NaN.
         overflows = self.dtype == "float16" and self.entry.name.startswith("linear_softmax_cross_entropy")
         if kind == "far from zero" and not argument.weights and not overflows:
             # A cotangent `c (1 + y)` must stay below the largest float16, 65504, also for c = 4.
@@ -155,7 +156,7 @@ class Program:
         if kind == "with ruled-out entries" and infinite and not argument.weights and not argument.positive:
             x = np.where(random.random(shape) < 0.3, -np.inf, x)
             x = np.where(random.random((*shape[:-1], 1) if shape else ()) < 0.2, -np.inf, x)
-        # XLA's CPU programs do not distinguish subnormal numbers from 0, where a power jumps.
+        # XLA's CPU programs take a subnormal number for 0, where a power jumps, and its logarithm is infinite.
         jumps = self.dtype == "float64" or argument.weights or "power" in self.entry.name
         if kind == "with subnormal numbers" and not jumps:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)

@@ -62,3 +62,27 @@ def test_a_sum_may_overflow_where_autodiff_nearly_does(dy, found):
     entry = of_one_argument(forward, lambda dy, x: 80 * dy - 76 * dy)
     message = judged(entry, [np.ones(3, np.float16)], np.full(3, dy, np.float16))
     assert (message is not None) == found
+
+
+@pytest.mark.parametrize(("dy", "found"), [(1e-2, True), (1e4, False)])
+def test_nan_in_the_gradient_of_an_argument_that_is_not_mapped_needs_a_term_that_overflows(dy, found):
+    """The terms of the two mapped examples cancel."""
+
+    def backward(dy, x, w):
+        return dy * w, dy * jnp.where(jnp.abs(x) > 100, jnp.nan, x)
+
+    pair = Pair(lambda x, w: (upcast(x) * upcast(w)).astype(x.dtype), {"xla": backward}, name="multiply")
+    multiply = lambda x, w, *, implementation: pair(x, w, implementation=implementation)  # noqa: E731
+    entry = dataclasses.replace(ENTRIES["multiply"], function=multiply)
+    x, w = np.full(3, 128, np.float16), np.ones(3, np.float16)
+    message = judged(entry, [x, w], np.array([[dy] * 3, [-2 * dy] * 3], np.float16), "vmapped_in_one")
+    assert (message is not None) == found
+
+
+@pytest.mark.parametrize(("factor", "found"), [(2.0**40, False), (2.0**10, True)])
+def test_infinity_is_accepted_only_where_a_rounding_error_reaches_it(factor, found):
+    """The gradient is `factor dy - (factor - 1) dy`, which loses digits for a large factor."""
+    forward = lambda x: ((wide := upcast(x)) * factor - wide * (factor - 1)).astype(x.dtype)  # noqa: E731
+    entry = of_one_argument(forward, lambda dy, x: jnp.full_like(x, jnp.inf))
+    message = judged(entry, [np.ones(3, np.float16)], np.ones(3, np.float16))
+    assert (message is not None) == found
