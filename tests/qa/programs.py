@@ -109,7 +109,7 @@ class Program:
                 return argument.draw(None, 0, self.dtype)
             if argument.below is not None:
                 x = integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
-                return np.where(self._is_valid(x.shape), x, integers.choice(INVALID_LABELS)).astype(argument.dtype)
+                return np.where(self.is_valid(x.shape), x, integers.choice(INVALID_LABELS)).astype(argument.dtype)
             floats.append(self._floats(random, argument, kind, infinite=not floats and self.takes_infinities))
             is_dy = "_backward" in self.entry.name and len(floats) == 1
             return self.masked(floats[-1], random, kind) if is_dy else floats[-1]
@@ -122,10 +122,10 @@ class Program:
         If `kind` is "under a mask", also set a random half of its elements to 0.
         """
         if self.invalid_labels:
-            cotangent = cotangent * self._is_valid(cotangent.shape)
+            cotangent = cotangent * self.is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
-    def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
+    def is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -172,6 +172,13 @@ class Program:
     @property
     def differentiated_once(self) -> bool:
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
+
+    @property
+    def spreads_invalid_labels(self) -> bool:
+        """Whether an invalid label whose dy is not 0 may give NaN to gradients that do not depend on it, but not to the
+        gradient with respect to x in the rows of other examples."""
+        is_mlp = self.entry.name.startswith("mlp_") and "_backward" not in self.entry.name
+        return is_mlp and self.invalid_labels and self.implementation == "pallas"
 
     @property
     def takes_infinities(self) -> bool:

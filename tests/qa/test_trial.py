@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,3 +87,16 @@ def test_infinity_is_accepted_only_where_a_rounding_error_reaches_it(factor, fou
     entry = of_one_argument(forward, lambda dy, x: jnp.full_like(x, jnp.inf))
     message = judged(entry, [np.ones(3, np.float16)], np.ones(3, np.float16))
     assert (message is not None) == found
+
+
+def test_an_invalid_label_may_give_nan_to_hidden_units_that_are_off_but_not_to_other_examples():
+    entry = ENTRIES["mlp_softmax_cross_entropy"]
+    program = Program(entry, entry.small, "float32", "pallas", "gradient_of_gradient", False, invalid_labels=True)
+    arguments = program.arguments(np.random.default_rng(0), "normal")
+    arguments.floats[2][0] = -100  # the bias of a hidden unit
+    with jax.default_matmul_precision("default"):  # the kernels multiply in TF32
+        trial, dy = Trial(program, arguments), np.ones((2, 3), np.float32)
+        assert trial.run(arguments.floats, [dy]) is None
+    ours = trial._ours.results
+    trial._ours.results = lambda *point: [np.full_like(a, np.nan) for a in ours(*point)]
+    assert "not finite" in trial.run(arguments.floats, [dy])
