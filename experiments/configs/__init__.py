@@ -8,22 +8,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.configs.automaton_experiments import AUTOMATA
-from experiments.configs.base import (
-    TrainingConfig,
-    annotations,
-    as_json,
-    described,
-    differences,
-    effective,
-    from_dict,
-    is_setting,
-    resumed,
-    to_dict,
-)
-from experiments.configs.gpt import GPTConfig
-from experiments.configs.images import LeNetConfig
-from experiments.configs.logic import LogicConfig, LogicConvConfig
+from experiments.configs.automaton_experiments import AUTOMATA as AUTOMATA
+from experiments.configs.base import TrainingConfig, annotations, described, is_setting
+from experiments.configs.base import as_json as as_json
+from experiments.configs.base import differences as differences
+from experiments.configs.base import effective as effective
+from experiments.configs.base import from_dict as from_dict
+from experiments.configs.base import resumed as resumed
+from experiments.configs.base import to_dict as to_dict
+from experiments.configs.gpt import GPTConfig as GPTConfig
+from experiments.configs.images import LeNetConfig as LeNetConfig
+from experiments.configs.logic import LogicConfig as LogicConfig
+from experiments.configs.logic import LogicConvConfig as LogicConvConfig
 from experiments.output.errors import UserError
 
 EXPERIMENTS: dict[str, type[TrainingConfig]] = {
@@ -53,20 +49,3 @@ def register(config: Any, reserved: Sequence[str] = ()) -> None:
             wanted = "int, float, bool, str, Path, a Literal, or a tuple or union of these"
             raise UserError(f"{where} has the setting {setting} of type {described(annotation)}; wants {wanted}")
     EXPERIMENTS[name] = config
-
-
-__all__ = [
-    "AUTOMATA",
-    "EXPERIMENTS",
-    "GPTConfig",
-    "LeNetConfig",
-    "LogicConfig",
-    "LogicConvConfig",
-    "TrainingConfig",
-    "as_json",
-    "differences",
-    "effective",
-    "from_dict",
-    "resumed",
-    "to_dict",
-]
