@@ -203,7 +203,7 @@ TESTED_ELSEWHERE = {
     "pallas_kernels/logic/tree",
     "pallas_kernels/norm/row_block",
     "jaxbp/ops/attention/_formulas",
-    *(f"jaxbp/logic/ops/{name}" for name in ("_automaton_formula", "_automaton_kernels", "_rows")),
+    *(f"jaxbp/logic/ops/{name}" for name in ("_automaton_formula", "_automaton_kernels", "_layers", "_rows")),
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),

@@ -29,6 +29,5 @@ from jaxbp.pairing.op import per_implementation as per_implementation
 from jaxbp.pairing.pair import Pair as Pair
 from jaxbp.pairing.pair import cast_once as cast_once
 from jaxbp.pairing.pair import given_arguments as given_arguments
-from jaxbp.pairing.pair import pairs as pairs
 from jaxbp.pairing.pair import saving_arguments as saving_arguments
 from jaxbp.pairing.pair import transpose as transpose

@@ -25,7 +25,6 @@ from jaxbp.pairing.op import (
     Options,
     differentiable,
     name_of,
-    per_implementation,
 )
 from pallas_kernels.core.arrays import unify_varying_axes
 from pallas_kernels.core.launch import remat_rules
@@ -96,7 +95,7 @@ class Pair(Op[P, R]):
                 raise TypeError(f'{got}; wants a dict from implementations to functions, say {{"xla": ...}}, or an Op')
             backward = Op(f"{name}_backward", _kernels_differentiable(backward, batch_axes), jit=jit)
         if linear or save is None:
-            residuals = _nothing if linear else residuals or given_arguments
+            residuals = (lambda *arrays, **options: ()) if linear else residuals or given_arguments
             save = functools.partial(_saving, residuals, forward)
         saves = save if isinstance(save, Mapping) else dict.fromkeys(backward.implementations, save)
         self._rules = {
@@ -245,10 +244,6 @@ def given_arguments(*arrays: Any, **options: Any) -> tuple:
 
 
 saving_arguments = functools.partial(_saving, given_arguments)
-
-
-def _nothing(*arrays, **options):
-    return ()
 
 
 def _saved(name: str, found: Any) -> tuple[Any, tuple]:
@@ -413,11 +408,9 @@ _tangents_p.is_high, _tangents_p.to_lojax = lambda *_, **__: True, _refuse
 ad.primitive_jvps[_tangents_p] = _refuse
 
 
-def _transposed(cotangents, *tangents, op):
-    return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
-
-
-ad.primitive_transposes[_tangents_p] = _transposed
+ad.primitive_transposes[_tangents_p] = lambda cotangents, *tangents, op: [
+    c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)
+]
 
 
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
@@ -462,9 +455,3 @@ def _batched(arrays, axes, *, function, transposed, **_):
 ad.primitive_jvps[_linear_call_p] = _jvp
 ad.primitive_transposes[_linear_call_p] = _transpose
 batching.primitive_batchers[_linear_call_p] = _batched
-
-
-def pairs(name: str, forward: Callable, save: Callable, backward: Callable) -> dict[str, Pair]:
-    """Return a `Pair` for each of "pallas" and "xla". Its functions get this word as the option `implementation`."""
-    forwards, saves, backwards = map(per_implementation, (forward, save, backward))
-    return {key: Pair(f, {key: backwards[key]}, save=saves[key], name=name) for key, f in forwards.items()}

@@ -25,6 +25,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.ops._layers import checked_inputs, layer_ops
 from jaxbp.logic.ops._rows import (
     features_first,
     features_last,
@@ -41,13 +42,9 @@ from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires, WiresArgument
 from jaxbp.pairing import (
     Implementation,
-    Op,
     Pair,
-    cast_once,
     differentiable,
     given_arguments,
-    pairs,
-    per_implementation,
     saving_arguments,
 )
 from jaxbp.pairing.gradients import in_dtypes_of
@@ -215,39 +212,6 @@ COEFFICIENTS = {
 }
 
 
-# Parameters of half precision are cast to float32 first, because the sum of dc over the batch could overflow.
-
-
-def _wide_layer(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = COEFFICIENTS[parametrization].forward(parameters)
-    return _FORWARD[implementation](coefficients, wires, x, groups=groups)
-
-
-def _save(parameters, wires, x, *, parametrization, groups, implementation):
-    coefficients = _COEFFICIENTS[parametrization][implementation][0](parameters)
-    y = _FORWARD[implementation](coefficients, wires, x, groups=groups)
-    return y, (parameters, coefficients, wires, x)
-
-
-def _wide_gradients(dy, parameters, coefficients, wires, x, *, parametrization, groups, implementation):
-    dc, dx = _GRADIENTS[implementation](dy, coefficients, wires, x, groups=groups)
-    return _COEFFICIENTS[parametrization][implementation][1](dc, parameters), None, dx
-
-
-_LAYERS = pairs("gate_layer", _wide_layer, _save, _wide_gradients)
-
-
-def _layer(parameters, wires, x, *, implementation, **options):
-    return _LAYERS[implementation](upcast(parameters), wires, x, implementation=implementation, **options)
-
-
-def _layer_backward(dy, parameters, wires, x, *, parametrization, **options):
-    wide = upcast(parameters)
-    arrays = dy, wide, COEFFICIENTS[parametrization].forward(wide), wires, x
-    dwide, _, dx = _wide_gradients(*arrays, parametrization=parametrization, **options)
-    return dwide.astype(parameters.dtype), dx
-
-
 def _definition(parameters, wires, x, *, parametrization, groups):
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
@@ -258,14 +222,13 @@ def _definition(parameters, wires, x, *, parametrization, groups):
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
-def _definition_backward(dy, parameters, wires, x, **options):
-    return jax.vjp(lambda p, x: _definition(p, wires, x, **options), parameters, x)[1](dy)
-
-
-_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
-_GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implementation(_layer)})
-_GATE_LAYER_BACKWARD = _public_op(
-    "gate_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
+_GATE_LAYER, _GATE_LAYER_BACKWARD = layer_ops(
+    "gate_layer",
+    _definition,
+    lambda p, wires, by, *, parametrization, groups: _COEFFICIENTS[parametrization][by][0](p),
+    lambda dc, p, by, *, parametrization, groups: _COEFFICIENTS[parametrization][by][1](dc, p),
+    _FORWARD,
+    _GRADIENTS,
 )
 
 
@@ -350,13 +313,9 @@ def _wire_logits(wires, logits):
 
 
 def _check(op, logits, wires, x, parametrization, groups):
-    if not isinstance(wires, Wires):
-        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
+    x = checked_inputs(op, wires, Wires, x)
     (logits,) = checks.only_floating(op, logits=logits)
-    (x,) = checks.only_floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization)
-    if x.ndim == 0 or x.shape[-1] != wires.inputs:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
     if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
         raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of {wires.gates}, the number of gates")
     return logits, x

@@ -4,8 +4,6 @@ The number of a gate's function has 16 bits. From the highest, they are its valu
 (0, 0, 0, 1), ..., (1, 1, 1, 1).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,6 +15,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
+from jaxbp.logic.ops._layers import checked_inputs, layer_ops
 from jaxbp.logic.ops._rows import (
     features_first,
     features_last,
@@ -27,15 +26,7 @@ from jaxbp.logic.ops._rows import (
     sums_over_examples,
 )
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import (
-    DefaultImplementation,
-    Implementation,
-    Op,
-    cast_once,
-    differentiable,
-    pairs,
-    per_implementation,
-)
+from jaxbp.pairing import DefaultImplementation, Implementation, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.lookup_tables import (
@@ -64,15 +55,13 @@ def _values(tables, inputs, x):
 def _gradients(dy, tables, wires, x):
     dy, inputs = upcast(features_first(dy)), _inputs(wires, barriers.on_cpu(upcast(features_first(x))))
     dinputs, _ = interpolation_gradients(dy, [*tables.T[..., None]], inputs)
-    dtables = jnp.stack(sums_over_examples(_gradients_of_tables, dy, *inputs), axis=-1)
+    dtables = jnp.stack(
+        sums_over_examples(lambda dy, *inputs: interpolation_gradients(dy, None, inputs)[1], dy, *inputs), axis=-1
+    )
     dreads = jnp.stack(dinputs, axis=1).reshape(wires.consumers.size, -1)
     consumers, offsets, dreads = wires.consumers, wires.offsets[::2], barriers.on_cpu(dreads)
     dx = sum_over_consumers(lambda at: dreads[consumers[at]], offsets, consumers.size, wires.max_fan_out)
     return dtables, features_last(dx.astype(x.dtype), x.shape[:-1])
-
-
-def _gradients_of_tables(dy, *inputs):
-    return interpolation_gradients(dy, None, inputs)[1]
 
 
 def _gradients_by_autodiff(dy, tables, wires, x):
@@ -103,38 +92,6 @@ _GRADIENTS = {
 }
 
 
-# Logits of half precision are cast to float32 first, as in `gate_layer`.
-
-
-def _wide_layer(logits, wires, x, *, parametrization, implementation):
-    return _FORWARD[implementation](gates.truth_tables(logits, parametrization=parametrization), wires, x)
-
-
-def _save(logits, wires, x, *, parametrization, implementation):
-    tables = gates.truth_tables(logits, parametrization=parametrization)
-    return _FORWARD[implementation](tables, wires, x), (logits, tables, wires, x)
-
-
-def _wide_gradients(dy, logits, tables, wires, x, *, parametrization, implementation):
-    dtables, dx = _GRADIENTS[implementation](dy, tables, wires, x)
-    return gates.truth_tables_backward(dtables, logits, parametrization=parametrization), None, dx
-
-
-_LAYERS = pairs("lut_layer", _wide_layer, _save, _wide_gradients)
-
-
-def _layer(logits, wires, x, *, implementation, **options):
-    return _LAYERS[implementation](upcast(logits), wires, x, implementation=implementation, **options)
-
-
-def _layer_backward(dy, logits, wires, x, *, parametrization, implementation):
-    wide = upcast(logits)
-    tables = gates.truth_tables(wide, parametrization=parametrization)
-    options = dict(parametrization=parametrization, implementation=implementation)
-    dwide, _, dx = _wide_gradients(dy, wide, tables, wires, x, **options)
-    return dwide.astype(logits.dtype), dx
-
-
 def _definition(logits, wires, x, *, parametrization):
     tables = gates.truth_tables(logits, parametrization=parametrization).reshape(-1, 2, 2, 2, 2)
     a, b = (jnp.stack([1 - upcast(x), upcast(x)], axis=-1)[..., reads, :] for reads in (wires.a, wires.b))
@@ -143,16 +100,14 @@ def _definition(logits, wires, x, *, parametrization):
     return y.astype(x.dtype)
 
 
-def _definition_backward(dy, logits, wires, x, **options):
-    return jax.vjp(lambda logits, x: _definition(logits, wires, x, **options), logits, x)[1](dy)
-
-
-_DEFAULT = DefaultImplementation(gpu="xla")
-"""The kernels have not been timed on a GPU yet, so None does not select them."""
-_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, default=_DEFAULT, partitioned=True, jit=True)
-_LUT_LAYER = _public_op("lut_layer", {"autodiff": _definition, **per_implementation(_layer)})
-_LUT_LAYER_BACKWARD = _public_op(
-    "lut_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
+_LUT_LAYER, _LUT_LAYER_BACKWARD = layer_ops(
+    "lut_layer",
+    _definition,
+    lambda logits, wires, by, **options: gates.truth_tables(logits, **options),
+    lambda dtables, logits, by, **options: gates.truth_tables_backward(dtables, logits, **options),
+    _FORWARD,
+    _GRADIENTS,
+    DefaultImplementation(gpu="xla"),  # the kernels have not been timed on a GPU yet
 )
 
 
@@ -220,15 +175,11 @@ def lut_layer_backward(
 
 
 def _check(op, logits, wires, x, parametrization):
-    if not isinstance(wires, Wires):
-        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.Wires")
+    x = checked_inputs(op, wires, Wires, x)
     if wires.gates % 2:
         raise ValueError(f"{op}: wires has {wires.gates} pairs; wants an even number, two pairs per gate")
     (logits,) = checks.only_floating(op, logits=logits)
-    (x,) = checks.only_floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates // 2, parametrization, arity=4)
-    if x.ndim == 0 or x.shape[-1] != wires.inputs:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
     return logits, x
 
 

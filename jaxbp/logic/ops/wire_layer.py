@@ -12,6 +12,7 @@ from jaxbp.common.cases import BATCH, Case, Entry, case_of
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
+from jaxbp.logic.ops._layers import checked_inputs, layer_ops
 from jaxbp.logic.ops._rows import (
     features_first,
     features_last,
@@ -21,7 +22,7 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import Implementation, Op, cast_once, differentiable, pairs, per_implementation
+from jaxbp.pairing import Implementation, differentiable
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
@@ -124,50 +125,19 @@ _GRADIENTS = {
 }
 
 
-# Logits of half precision are cast to float32 first, as in `gate_layer`.
-
-
-def _wide_layer(logits, wires, x, *, implementation):
-    return _FORWARD[implementation](_weights(logits, wires), wires, x)
-
-
-def _save(logits, wires, x, *, implementation):
-    weights = _weights(logits, wires)
-    return _FORWARD[implementation](weights, wires, x), (logits, weights, wires, x)
-
-
-def _wide_gradients(dy, logits, weights, wires, x, *, implementation):
-    dweights, dx = _GRADIENTS[implementation](dy, weights, wires, x)
-    return gates.softmax_gradient(dweights, logits), None, dx
-
-
-_LAYERS = pairs("wire_layer", _wide_layer, _save, _wide_gradients)
-
-
-def _layer(logits, wires, x, *, implementation):
-    return _LAYERS[implementation](upcast(logits), wires, x, implementation=implementation)
-
-
-def _layer_backward(dy, logits, wires, x, *, implementation):
-    wide = upcast(logits)
-    dwide, _, dx = _wide_gradients(dy, wide, _weights(wide, wires), wires, x, implementation=implementation)
-    return dwide.astype(logits.dtype), dx
-
-
 def _definition(logits, wires, x):
     values = upcast(x)[..., wires.candidates]
     y = _exact_products("qwk,...qk->...qw", _by_group(_weights(logits, wires), wires), values)
     return y.reshape(*x.shape[:-1], 2 * wires.gates).astype(x.dtype)
 
 
-def _definition_backward(dy, logits, wires, x):
-    return jax.vjp(lambda logits, x: _definition(logits, wires, x), logits, x)[1](dy)
-
-
-_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, partitioned=True, jit=True)
-_WIRE_LAYER = _public_op("wire_layer", {"autodiff": _definition, **per_implementation(_layer)})
-_WIRE_LAYER_BACKWARD = _public_op(
-    "wire_layer_backward", {"autodiff": _definition_backward, **cast_once(per_implementation(_layer_backward))}
+_WIRE_LAYER, _WIRE_LAYER_BACKWARD = layer_ops(
+    "wire_layer",
+    _definition,
+    lambda logits, wires, by: _weights(logits, wires),
+    lambda dweights, logits, by: gates.softmax_gradient(dweights, logits),
+    _FORWARD,
+    _GRADIENTS,
 )
 
 
@@ -223,12 +193,8 @@ def wire_layer_backward(
 
 
 def _check(op, logits, wires, x):
-    if not isinstance(wires, LearnedWires):
-        raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.LearnedWires")
+    x = checked_inputs(op, wires, LearnedWires, x)
     logits = wires.checked_logits(op, logits)
-    (x,) = checks.only_floating(op, x=x)
-    if x.ndim == 0 or x.shape[-1] != wires.inputs:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
     return logits, x
 
 
@@ -240,9 +206,5 @@ def _wire_case(inputs: int, gates: int, *dy: tuple) -> Case:
 _SMALL = (8, 3), LearnedWiresArgument(5, 4, 3, 2), (2, 3, 5)
 ENTRIES = (
     Entry(wire_layer, case_of(*_SMALL), {"8000->8000": _wire_case(8000, 8000)}),
-    Entry(
-        wire_layer_backward,
-        case_of((2, 3, 8), *_SMALL),
-        {"8000->8000": _wire_case(8000, 8000, (BATCH, 16000))},
-    ),
+    Entry(wire_layer_backward, case_of((2, 3, 8), *_SMALL), {"8000->8000": _wire_case(8000, 8000, (BATCH, 16000))}),
 )
