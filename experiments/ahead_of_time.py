@@ -4,11 +4,7 @@ Compile for one architecture per process, because Mosaic GPU caches kernels with
 """
 
 import contextlib
-import importlib.util
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.experimental import topologies
@@ -50,24 +46,6 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs.
-_OPTIONS = {
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_backend_optimization_level": 0,
-    "xla_gpu_disable_gpuasm_optimizations": True,
-}
-
-
-def missing() -> str | None:
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "JAX's plugin for CUDA: pip install -e '.[cuda13-compiler]'"
-    nvidia = importlib.util.find_spec("nvidia")
-    folders = nvidia.submodule_search_locations if nvidia else ()
-    if not any(Path(folder, "cu13", "bin", "ptxas").exists() for folder in folders) and shutil.which("ptxas") is None:
-        return "ptxas: pip install -e '.[cuda13-compiler]'"
-    return None
-
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
@@ -78,14 +56,3 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
     memory = artificial_shared_memory_limit(device.shared_bytes)
     with targeting(device), jax.default_device(topology.devices[0]), memory:
         yield topology.devices
-
-
-def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Return the number of compiled kernels. A program without kernels is only lowered."""
-    with gpus(device) as (gpu,):
-        sharding = jax.sharding.SingleDeviceSharding(gpu)
-        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)
-        lowered = jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",))
-        if "@mosaic_gpu" not in lowered.as_text():
-            return 0
-        return lowered.compile(compiler_options=_OPTIONS).as_text().count('custom_call_target="mosaic_gpu')

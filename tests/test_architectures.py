@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from cuda_compiler import kernels_compiled, missing
 from helpers import ENTRIES, case_of, op_of, results_of, value_and_gradients
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxbp
-from experiments.ahead_of_time import kernels_compiled, missing
 from jaxbp.training.optimizers import fused_adamw
 from pallas_kernels.core import device
 

@@ -22,15 +22,6 @@ _ROUNDING = 1e-6
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
-def cycles(rows: np.ndarray) -> int:
-    """Return the cycles of an access in which thread i accesses row `rows[i]` of shared memory."""
-    octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
-    is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads with the same row share one access
-    counts = np.zeros((len(octets), OCTET), int)
-    np.add.at(counts, (np.nonzero(is_first)[0], octets[is_first] % OCTET), 1)
-    return int(counts.max(axis=1).sum())
-
-
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
@@ -50,7 +41,8 @@ def orders(
             break
         octets = _octets(*rows[reads] % OCTET)
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
-        found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
+        roles = np.stack([np.bincount(role, minlength=reads.shape[1]) for role in layers[i + 1]])
+        found.append(_with_residues(octets, readers, roles))
         rows = np.argsort(found[-1])
     return found
 
@@ -95,10 +87,6 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
 
 def _lowest(bits):
     return (bits & -bits).bit_length() - 1
-
-
-def _roles(layer, inputs):
-    return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 
 def _with_residues(octets, readers, roles):

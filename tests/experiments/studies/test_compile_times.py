@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from experiments.ahead_of_time import missing
+from cuda_compiler import missing
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from cuda_compiler import missing
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.ahead_of_time import missing
 from experiments.studies import many_devices
 
 ROOT = Path(__file__).parents[3]

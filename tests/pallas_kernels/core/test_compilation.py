@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cuda_compiler import missing
 from helpers import cuda_program
 from jax.sharding import AxisType
 from planted import double, rows, run
 
-from experiments.ahead_of_time import missing
 from pallas_kernels.core import compilation, launch
 
 ROOT = Path(__file__).parents[3]

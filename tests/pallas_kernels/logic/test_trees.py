@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from cuda_compiler import kernels_compiled, missing
 from helpers import assert_close, in_float64, normal
 
 import jaxbp
-from experiments.ahead_of_time import kernels_compiled, missing
 from jaxbp import TreeWires
 from pallas_kernels.core.device import HOPPER
 from pallas_kernels.logic.trees import input_gradient

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cuda_compiler import missing
 from helpers import assert_close, in_float64, normal, relative_error
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from numpy.testing import assert_array_equal
 
-from experiments.ahead_of_time import gpus, missing
+from experiments.ahead_of_time import gpus
 from experiments.studies.many_devices import communicated, executed
 from jaxbp import linear_softmax_cross_entropy, linear_softmax_cross_entropy_backward
 from jaxbp.ops.dense import linear_softmax_cross_entropy as op
