@@ -68,17 +68,9 @@ class _Conv(eqx.nn.Conv):
         if falls_back(name, self.implementation, "equinox", "Equinox", **unsupported):
             return super().__call__(x, key=key)
         checks.shape(name, "x", x, "in_channels", *("width", "height")[: self.num_spatial_dims])
-        y = {1: conv1d, 2: conv2d}[self.num_spatial_dims](
-            x[None],
-            self.weight,
-            None if self.bias is None else self.bias.ravel(),
-            stride=self.stride if self.num_spatial_dims > 1 else self.stride[0],
-            padding=self.padding,
-            dilation=self.dilation if self.num_spatial_dims > 1 else self.dilation[0],
-            groups=self.groups,
-            implementation=self.implementation,
-        )
-        return y[0]
+        convolve, bias = {1: conv1d, 2: conv2d}[self.num_spatial_dims], _raveled(self.bias)
+        options = dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
+        return convolve(x[None], self.weight, bias, **options, implementation=self.implementation)[0]
 
 
 class Conv1d(_Conv, eqx.nn.Conv1d):

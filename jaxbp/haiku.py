@@ -59,19 +59,10 @@ class _Conv(_Layer, hk.ConvND):
         b_shape = (channels,) if is_last else (channels, *[1] * axes)
         b = hk.get_parameter("b", b_shape, x.dtype).ravel() if self.with_bias else None
         images = ("NWC" if is_last else "NCW") if axes == 1 else ("NHWC" if is_last else "NCHW")
-        scalar = lambda sizes: sizes[0] if axes == 1 else tuple(sizes)  # noqa: E731
-        y = {1: conv1d, 2: conv2d}[axes](
-            x,
-            w,
-            b,
-            stride=scalar(self.stride),
-            padding=self.padding,
-            dilation=scalar(self.kernel_dilation),
-            groups=self.feature_group_count,
-            dimension_numbers=(images, "WIO" if axes == 1 else "HWIO", images),
-            precision=precision,
-            implementation=self.implementation,
-        )
+        options = dict(stride=tuple(self.stride), padding=self.padding, dilation=tuple(self.kernel_dilation))
+        options |= dict(groups=self.feature_group_count, precision=precision, implementation=self.implementation)
+        layouts = images, "WIO" if axes == 1 else "HWIO", images
+        y = {1: conv1d, 2: conv2d}[axes](x, w, b, **options, dimension_numbers=layouts)
         return y if is_batched else y[0]
 
 

@@ -35,18 +35,10 @@ class Conv(Layer, nnx.Conv):
         batch = x.shape[: -axes - 1]
         x, padding = self._padded(x.reshape(-1, *x.shape[-axes - 1 :]))
         op, layouts = (conv1d, ("NWC", "WIO", "NWC")) if axes == 1 else (conv2d, ("NHWC", "HWIO", "NHWC"))
-        y = op(
-            x,
-            kernel,
-            bias,
-            stride=_per_axis(self.strides, axes),
-            padding=padding,
-            dilation=_per_axis(self.kernel_dilation, axes),
-            groups=self.feature_group_count,
-            dimension_numbers=layouts,
-            precision=self.precision,
-            implementation=self.implementation,
-        )
+        strides, dilations = (_per_axis(value, axes) for value in (self.strides, self.kernel_dilation))
+        options = dict(stride=strides, padding=padding, dilation=dilations, groups=self.feature_group_count)
+        options |= dict(precision=self.precision, implementation=self.implementation)
+        y = op(x, kernel, bias, **options, dimension_numbers=layouts)
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
