@@ -69,7 +69,6 @@ def intercept_layers(implementation: Implementation = None) -> contextlib.Abstra
 
 
 def _needs_linen(module: linen.Module, implementation: Implementation) -> bool:
-    """Return whether Linen computes this layer."""
     lacking = {f"a subclass of {base.__name__}": True for base in _LAYERS if isinstance(module, base)}
     if kind := _LAYERS.get(type(module)):
         lacking = dict.fromkeys(_changed(module).keys() - _RENAMED - inspect.signature(kind).parameters.keys(), True)

@@ -95,7 +95,6 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Compare steps with the newest runs of the same steps in float32, from any file."""
     newest = {
         step_of(row): (name, row)
         for name, report in load("*").items()

@@ -156,7 +156,6 @@ def seeds(reports: Reports) -> str:
 
 
 def gates(reports: Reports) -> str:
-    """Return a table of the test accuracies of logic networks by their number of gates."""
     found: dict[int, dict[str, list[float]]] = {}
     for row in all_rows(reports):
         _, *words = shlex.split(row["settings"])

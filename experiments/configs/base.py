@@ -213,7 +213,6 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
 
 
 def annotations(config: type[TrainingConfig]) -> dict[str, Any]:
-    """Return the types of the settings by name."""
     hints = get_type_hints(config, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(config)}
 

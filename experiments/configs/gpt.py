@@ -118,7 +118,6 @@ class GPTConfig(TrainingConfig):
 def bits_per_byte(
     model: GPT, inputs: Int[Array, "batch t"], targets: Int[Array, "batch t"]
 ) -> tuple[Float[Array, " batch"], None]:
-    """Return each row's mean loss in bits."""
     return jnp.mean(_bits(model, inputs, targets, reduction=None), axis=-1), None
 
 

@@ -59,7 +59,6 @@ class GateConfig(ImageConfig):
 
     @property
     def thresholds(self) -> Float[Array, " levels"]:
-        """The thresholds of a pixel."""
         return jnp.arange(1, self.levels + 1) / (self.levels + 1)
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

@@ -130,5 +130,4 @@ def segment_ids(inputs: Int[Array, "*batch t"]) -> Int[Array, "*batch t"]:
 
 
 def joined(targets: UInt8[np.ndarray, "rows t"]) -> bytes:
-    """Return the text of the rows."""
     return np.ascontiguousarray(targets, np.uint8).tobytes()

@@ -46,7 +46,6 @@ def write(path: Path, data: bytes) -> None:
 
 
 def refuse_unwritable(*paths: Path | None) -> None:
-    """Raise UserError if `write` cannot write one of the files."""
     for path in filter(None, paths):
         if path.is_dir():
             raise UserError(f"{path} is a folder; wants the name of a file")

@@ -336,7 +336,6 @@ def _launch(coefficients, wires, consumers, state, fires, gradients, sizes, conf
                 yield seeing_cell * sizes.neighborhood + p * channels + channel, is_cell & valid
 
         def load_terms(part, group, s):
-            """Load the terms of the gradients with respect to the next states."""
             _, _, place, cell, valid = state_elements(part, group, s)
             dseen = [_gather(dseen_ref, *seen) for seen in seen_by(place, cell, valid)]
             fires = None if fires_ref is None else _gather(fires_ref, cell, valid)

@@ -146,7 +146,6 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, batch_axes: BatchAxes) -> Callable:
-    """Return `formula`, computed by `kernel` on a GPU."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
