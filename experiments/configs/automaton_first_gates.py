@@ -51,8 +51,11 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
       target: the visible channels after `steps` ticks, `(height, width, visible)`.
     """
     targets = target.reshape(-1, target.shape[-1])
-    seen = _passed_on(start, _sources(automaton, *drawn), steps - 1, automaton.periodic)
-    seen = np.packbits(_seen(seen, automaton.periodic).reshape(len(targets), -1), axis=1)
+    channels, places = np.array(_sources(automaton, *drawn)).T
+    seen = _seen(start, automaton.periodic)
+    for _ in range(steps - 1):
+        seen = _seen(seen[:, :, places, channels], automaton.periodic)
+    seen = np.packbits(seen.reshape(len(targets), -1), axis=1)
     _, seen = np.unique(seen.view(f"V{seen.shape[1]}").ravel(), return_inverse=True)
     _, wanted = np.unique(targets, axis=0, return_inverse=True)
     counts = np.zeros((seen.max() + 1, wanted.max() + 1), int)
@@ -99,10 +102,3 @@ def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
-
-
-def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    channels, places = np.array(sources).T
-    for _ in range(ticks):
-        state = _seen(state, periodic)[:, :, places, channels]
-    return state

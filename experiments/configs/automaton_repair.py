@@ -15,6 +15,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, PRNGKeyArray, UInt32
 
 from jaxbp.logic import gates
+from jaxbp.logic.ops._automaton_formula import neighborhoods
 from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
 
 LANES = np.arange(32, dtype=np.uint32)
@@ -98,10 +99,7 @@ def _word(lanes: Bool[Array, "32"]) -> UInt32[Array, ""]:
 
 def _tick(circuits, automaton, state):
     """Return the next state, `(channels, batch, height, width)`, of `jaxbp.automaton_step` with hard gates."""
-    height, width = state.shape[-2:]
-    edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
-    padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")
-    seen = jnp.stack([padded[..., i : i + height, j : j + width] for i in range(3) for j in range(3)])
+    seen = neighborhoods(state, automaton.periodic)
     C, K, cells, first = automaton.channels, automaton.kernels, state[0].size, 0
 
     def layer(rows, wires, kernels):

@@ -55,7 +55,7 @@ def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
     (perceiving, updating), automaton = prepared
-    seen = _neighborhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
+    seen = neighborhoods(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
     for c, wires in zip(perceiving, automaton.perception, strict=True):
         read[0].append(rows)
@@ -107,7 +107,7 @@ def in_range(new: Array) -> Array:
 in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
-def _neighborhood(state, periodic):
+def neighborhoods(state, periodic):
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
