@@ -118,7 +118,8 @@ def accuracy(
             at = [offset + scale * a if i in which else a for i, a in enumerate(drawn)]
             with np.errstate(over="ignore"):
                 at = [a.astype(dtype) for a in at]
-            if all(np.isfinite(a).all() for a in at) and all(_differ(at[i]) for i in apart):
+            differ = all(np.unique(a).size == a.size for i in apart for a in at[i].astype(np.float64))
+            if differ and all(np.isfinite(a).all() for a in at):
                 places.append(Place(offset, scale, name))
                 values.append(at)
         return places, [np.stack(same) for same in zip(*values, strict=True)]
@@ -166,10 +167,6 @@ def _in_float64(run, arrays):
 
 def _numpy(arrays):
     return jax.tree.map(lambda a: np.asarray(a, np.float64), arrays)
-
-
-def _differ(values):
-    return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
 def _errors(dtype, actual, native, exact, by_formula):

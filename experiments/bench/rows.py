@@ -71,15 +71,11 @@ class Case:
         # The baseline of a language model is Flax, which is a peer.
         has_baselines = "autodiff" in settings.implementations or (settings.peers and workload.tokens is not None)
         baselines = workload.baselines if has_baselines else ()
-        self._names = [*settings.implementations, *baselines]
+        self.names = [*settings.implementations, *baselines]
         self._programs, self._compiled, self._drawing = {}, {}, None
 
-    @property
-    def our_names(self) -> list[str]:
-        return list(self._names)
-
     def row_names(self) -> list[str]:
-        return self._names + [name for name, *_ in self._variants(self._task((), ()))]
+        return self.names + [name for name, *_ in self._variants(self._task((), ()))]
 
     @property
     def has_float32_products(self) -> bool:
@@ -112,14 +108,10 @@ class Case:
         workload has no such row."""
         print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
         self.accuracy = accuracy
-        with jax.default_matmul_precision(self.settings.precision):
-            return self._submit(name, compiler)
-
-    def _submit(self, name, compiler):
-        function = self._function(name)
+        function = self.workload.named(name, self.settings.dtype)
         if name == "pallas" and not self._launches(function):
             print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
-            self._names.remove(name)
+            self.names.remove(name)
             return False
         if self.settings.compile_seconds:
             compiler.wait()
@@ -136,9 +128,6 @@ class Case:
         if self._drawing is None and self.workload.tokens is None:  # the program of a large model would be long
             self._drawing = compiler.submit(self._draw, 0)
         return True
-
-    def _function(self, name):
-        return self.workload.named(name, self.settings.dtype)
 
     def _launches(self, function):
         try:
@@ -272,14 +261,15 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def _our_rows(cases, compiler, accuracy_of, keep_going):
-    waiting = collections.deque((case, name) for case in cases for name in case.our_names)
+    waiting = collections.deque((case, name) for case in cases for name in case.names)
     count = 1
     while waiting and keep_going():
         compiled, started = [], time.monotonic()
         while waiting and len(compiled) < count and (not compiled or keep_going()):
             case, name = waiting.popleft()
-            if case.submit(name, compiler, accuracy_of(case)):
-                compiled.append((case, name))
+            with jax.default_matmul_precision(case.settings.precision):
+                is_submitted = case.submit(name, compiler, accuracy_of(case))
+            compiled += [(case, name)] * is_submitted
         compiler.wait()
         seconds = time.monotonic() - started
         for case, rows in itertools.groupby(compiled, lambda row: row[0]):

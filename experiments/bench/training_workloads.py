@@ -50,28 +50,16 @@ def logic_workload(
     network = functools.partial(logic_network, gates, parametrization, candidates)
     baselines = {FOUR_COEFFICIENTS: _scores} if parametrization == "softmax" and candidates is None else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
-    options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimizer=_ADAM)
-    batches = (128, 1024), cpu_batches
-    return _training_step(
-        name,
-        f"6x{gates}",
-        {"gates": gates} | ({} if candidates is None else {"candidates": candidates}),
-        network,
-        (784,),
-        batches,
-        baselines=baselines,
-        **options,
-    )
+    options = dict(error_batch=max(1, 8000 * 128 // gates), optimizer=_ADAM, baselines=baselines)
+    options["draw_inputs"] = lambda key, shape: jax.random.bernoulli(key, 0.5, shape)
+    sizes = {"gates": gates} | ({} if candidates is None else {"candidates": candidates})
+    return _training_step(name, f"6x{gates}", sizes, network, (784,), ((128, 1024), cpu_batches), **options)
 
 
 def _scores(network, x):
     for layer in network.layers:
         x = gate_layer(layer.logits[...], layer.wires.get_value(), x)
     return x.reshape(len(x), network.classes, -1).sum(-1) / network.tau
-
-
-def _draw_bits(key, shape):
-    return jax.random.bernoulli(key, 0.5, shape)
 
 
 _ADAM = functools.partial(fused_adamw, 0.01)

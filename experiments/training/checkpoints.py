@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -58,7 +59,6 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each saved array, by path."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -202,9 +202,9 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
     Pass `Checkpoint.shapes` before reading any array, because a small file can claim a huge array.
     """
-    wanted = _named(like)
-    for name in (*wanted, *arrays):
-        saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
+    both = [{name: f"{a.shape} {a.dtype}" for name, a in leaves.items()} for leaves in (_named(like), arrays)]
+    for name in itertools.chain(*both):
+        expected, saved = (described.get(name, "none") for described in both)
         if saved != expected:
             differs = f"{name}: saved {saved}, now {expected}"
             raise BrokenRun(
@@ -221,10 +221,6 @@ def _named(state: PyTree) -> dict[str, Any]:
     ]
     leaves = collections.Counter(name.rpartition("/")[0] for name, _ in paths)
     return {name.removesuffix("/value") if leaves[name.rpartition("/")[0]] == 1 else name: leaf for name, leaf in paths}
-
-
-def _described(array: Any) -> str:
-    return "none" if array is None else f"{array.shape} {array.dtype}"
 
 
 def _files(folder: Path) -> Iterable[Path]:

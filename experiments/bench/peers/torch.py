@@ -233,10 +233,6 @@ def _dot_product_attention(q, k, v, bias=None, *, local_window_size=None, **opti
     return y.transpose(1, 2)
 
 
-def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
-    return F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction or "none")
-
-
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
     """Return a causal depthwise convolution, computed by `convolve`.
 
@@ -280,14 +276,6 @@ def _mixture_of_experts(parameters, x, *, experts_per_token):
     return y, balance, (logits.logsumexp(-1) ** 2).mean()
 
 
-def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
-    return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
-
-
-def _conv2d_relu_max_pool2d(x, w, b, *, window, **options):
-    return F.max_pool2d(F.relu(F.conv2d(x, w, b, **options)), window)
-
-
 BACKWARDS = {
     "relu_backward": lambda dy, x: [aten.threshold_backward(dy, x, 0)],
     "linear_backward": lambda dy, x, w: [dy @ w, dy.T @ x, dy.sum(0)],
@@ -308,12 +296,16 @@ FORWARDS = {
     "mixture_of_experts": _mixture_of_experts,
     "conv2d": F.conv2d,
     "conv1d": functools.partial(depthwise_conv1d, _causal),
-    "max_pool2d": _max_pool2d,
-    "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
+    "max_pool2d": lambda x, *, window, **options: F.max_pool2d(x, window, **options),
+    "max_pool2d_with_indices": lambda x, *, window, **options: F.max_pool2d(x, window, return_indices=True, **options),
     "dot_product_attention": _dot_product_attention,
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
-    "linear_softmax_cross_entropy": _linear_softmax_cross_entropy,
-    "conv2d_relu_max_pool2d": _conv2d_relu_max_pool2d,
+    "linear_softmax_cross_entropy": lambda x, w, labels, b=None, *, reduction="mean": F.cross_entropy(
+        F.linear(x, w, b), labels, reduction=reduction or "none"
+    ),
+    "conv2d_relu_max_pool2d": lambda x, w, b, *, window, **options: F.max_pool2d(
+        F.relu(F.conv2d(x, w, b, **options)), window
+    ),
     "layer_norm": _layer_norm,
     "rms_norm": lambda x, scale: F.rms_norm(x, scale.shape, scale, EPS),
     "layer_norm_linear": lambda x, scale, bias, w, b: F.linear(_layer_norm(x, scale, bias), w, b),
@@ -405,7 +397,6 @@ def _lenet(task, arguments):
 
 
 def gpt(task: Task, arguments: tuple) -> tuple[TorchGPT, list[torch.Tensor], Callable]:
-    """Return the model, its parameters, and the loss of a step: see `training`."""
     state, tokens, targets = arguments
     state = getattr(state, "parameters", state)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
