@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +16,56 @@ from jaxtyping import Float, Int
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import wide
-from jaxbp.nn._layers import Conv2d, Linear
+from jaxbp.ops.conv.conv2d import conv2d
 from jaxbp.ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_indices
 from jaxbp.ops.conv.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
+from jaxbp.ops.dense.linear import linear
 from jaxbp.ops.dense.softmax_cross_entropy import softmax_cross_entropy
 from jaxbp.ops.pointwise.activations import relu
 from jaxbp.ops.pointwise.shapes import flatten
 from jaxbp.pairing import Implementation
 
 Keep = Callable[[str, Array], None]
+
+
+class _Affine(nnx.Module):
+    """Base of layers with the parameters `weight` and `bias`, for which axis 0 is the outputs.
+
+    The initial parameters are uniform within ±1/sqrt(number of inputs per output). Inputs and parameters are cast to
+    `dtype`.
+    """
+
+    def __init__(
+        self, *shape: int, implementation: Implementation = None, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ):
+        bound = math.prod(shape[1:]) ** -0.5
+        self.weight = nnx.Param(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
+        self.bias = nnx.Param(jax.random.uniform(rngs.params(), shape[:1], jnp.float32, -bound, bound))
+        self.implementation, self.dtype = implementation, dtype
+
+    def parameters(self) -> tuple[Array, Array]:
+        return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+
+
+class Conv2d(_Affine):
+    """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`."""
+
+    def __init__(self, in_channels: int, out_channels: int, filter_size: tuple[int, int], **options: Any):
+        super().__init__(out_channels, in_channels, *filter_size, **options)
+
+    def __call__(self, x: Float[AnyArray, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:
+        return conv2d(x.astype(self.dtype), *self.parameters(), implementation=self.implementation)
+
+
+class Linear(_Affine):
+    """`jaxbp.linear` with its parameters, `weight (out_features, in_features)` and `bias`."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any):
+        super().__init__(out_features, in_features, **options)
+
+    def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        return linear(x.astype(self.dtype), *self.parameters(), implementation=self.implementation)
 
 
 class LeNet(nnx.Module):

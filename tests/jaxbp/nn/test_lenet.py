@@ -13,7 +13,7 @@ from helpers import ours, relative_error
 
 import jaxbp
 from jaxbp.nn import LeNet, lenet_memory_table, lenet_saved_tensors
-from jaxbp.nn.lenet import MemoryRow
+from jaxbp.nn.lenet import Conv2d, Linear, MemoryRow
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 
 every_implementation = pytest.mark.parametrize("implementation", jaxbp.IMPLEMENTATIONS)
@@ -384,3 +384,31 @@ def test_the_number_of_logits_is_a_choice():
     assert jax.eval_shape(lambda model, x: model(x), model, jnp.zeros((2, 1, 28, 28))).shape == (2, 3)
     with pytest.raises(ValueError, match="LeNet: classes is 0; wants an int of at least 1"):
         LeNet(classes=0, rngs=nnx.Rngs(0))
+
+
+def test_weights_are_uniform_by_the_inputs_of_an_output():
+    rngs = nnx.Rngs(0)
+    for layer, fan_in in ((Linear(400, 50, rngs=rngs), 400), (Conv2d(4, 30, (5, 2), rngs=rngs), 40)):
+        weight, bias, largest = np.asarray(layer.weight[...]), np.asarray(layer.bias[...]), fan_in**-0.5
+        assert np.abs(weight).max() < largest and np.abs(bias).max() < largest
+        np.testing.assert_allclose(weight.std(), largest / 3**0.5, rtol=0.1)
+
+
+X = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+
+
+def test_a_layer_is_its_op_with_its_parameters_and_options():
+    conv = Conv2d(1, 2, (2, 3), implementation="xla", rngs=nnx.Rngs(2))
+    images = X.reshape(1, 1, 3, 4)
+    expected = jaxbp.conv2d(images, *conv.parameters(), implementation="xla")
+    np.testing.assert_array_equal(conv(images), expected)
+
+
+def test_what_is_computed_in_half_precision_keeps_its_parameters():
+    layer = Linear(6, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert (layer(X).dtype, layer.weight[...].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_an_unknown_implementation_reaches_the_op():
+    with pytest.raises(ValueError, match="linear: implementation is 'cuda'"):
+        Linear(6, 3, implementation="cuda", rngs=nnx.Rngs(0))(X)
