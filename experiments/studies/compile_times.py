@@ -12,12 +12,10 @@ that other jobs of the machine hardly change them:
     xla        the second compilation
 """
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ from experiments.bench.roofline import has_launch
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER
 
@@ -46,10 +44,8 @@ STEPS = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", help="cases of the bench. Default: STEPS, and one size of each op")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     jax.config.update("jax_platforms", "cpu")  # not the machine's GPU
     return write_rows("compile_times", args, {"compiled_for": HOPPER.kind}, measured(given.cases), given.json)

@@ -6,7 +6,6 @@ A row has the mean accuracy over splits, and the mean time of a fit after the fi
 split's circuit must agree with `predict` on all of its test rows.
 """
 
-import argparse
 import ctypes
 import shutil
 import sys
@@ -23,7 +22,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.model_selection import StratifiedKFold
 
 from experiments.output.errors import UserError, exit_code
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 from experiments.training.compiled import load
 from jaxbp.estimators import LogicClassifier, LogicConvClassifier
 
@@ -32,11 +31,9 @@ PIXELS = (8, 8)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=DATASETS)
     parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if shutil.which("cc") is None:
         raise UserError("there is no C compiler `cc`; wants one, to compare the C code with the estimators")

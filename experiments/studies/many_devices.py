@@ -6,13 +6,11 @@
 docs/benchmarks/devices.md describes the measurements. `compile` compiles for eight H200 GPUs, even if absent.
 """
 
-import argparse
 import concurrent.futures
 import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +22,7 @@ from experiments.bench.measure import time_compiled
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload
 from experiments.output.errors import exit_code
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 from pallas_kernels.core.device import HOPPER
 
 OVERLAPPING = {
@@ -41,11 +39,9 @@ SECONDS = 0.03
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=["measure", "compile"])
     parser.add_argument("--workloads", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
         jax.config.update("jax_platforms", "cpu")  # not the machine's GPU

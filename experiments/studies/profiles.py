@@ -7,7 +7,6 @@ The defaults are float32, pallas, and default. The result file has one row per l
 CUTLASS. With the implementation None, it also has XLA's fusions. docs/benchmarks/profiles.md describes the fields.
 """
 
-import argparse
 import contextlib
 import csv
 import io
@@ -26,7 +25,7 @@ import jax
 from experiments.bench.selection import selected
 from experiments.bench.workloads import Workload, implementation
 from experiments.output.errors import UserError, exit_code
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 
 DEFAULT = [
     "logic-conv:mnist-m@128",
@@ -96,10 +95,8 @@ def asked_for(text: str) -> Asked:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("workloads", nargs="*", default=DEFAULT)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--run", action="store_true", help="only run the workloads, as Nsight Compute does")
     given = parser.parse_args(args)
     asked = {text: asked_for(text) for text in given.workloads}

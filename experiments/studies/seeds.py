@@ -5,7 +5,6 @@
 Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -34,7 +33,7 @@ from experiments.configs.automaton_experiments import LifeConfig
 from experiments.configs.logic import GateConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 from experiments.training import devices
 from experiments.training.compiled import FLAGS, compiled_classifier
 from experiments.training.loop import prepare
@@ -52,14 +51,12 @@ Task = tuple[str, int]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("settings", nargs="+", help="per setting one quoted string of arguments of experiments.train")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting: 0, 1, ...")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
     parser.add_argument("--only", type=int, metavar="SEED", help="only train one setting, and print its row")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.only is not None:
         print(json.dumps(trained((given.settings[0], given.only))))

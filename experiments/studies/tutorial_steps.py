@@ -5,11 +5,9 @@
 The page's code defines the kernels.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 from experiments.bench.roofline import Cost, measured_rates, roofline_seconds
 from experiments.output.errors import UserError, exit_code
 from experiments.output.results import ROOT
-from experiments.studies import write_rows
+from experiments.studies import parser_of, write_rows
 from jaxbp.verify.timing import device_seconds
 from pallas_kernels.core.simulator import simulating
 
@@ -26,13 +24,11 @@ PAGE = ROOT / "docs" / "tutorial_faster.md"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    args = sys.argv[1:] if args is None else list(args)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=65536, help="number of rows of x, a multiple of 4")
     parser.add_argument("--features", type=int, default=1024, help="elements per row, a multiple of 128 up to 1024")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--seconds", type=float, default=0.03, help="the least seconds per timing round")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if jax.default_backend() != "gpu" and simulating() is None:
         raise UserError(f"tutorial_steps: the device is a {jax.default_backend().upper()}; wants a GPU")
