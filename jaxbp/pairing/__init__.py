@@ -24,6 +24,7 @@ from jaxbp.pairing.op import DefaultImplementation as DefaultImplementation
 from jaxbp.pairing.op import Implementation as Implementation
 from jaxbp.pairing.op import Op as Op
 from jaxbp.pairing.op import differentiable as differentiable
+from jaxbp.pairing.op import formula_and_kernel as formula_and_kernel
 from jaxbp.pairing.op import name_of as name_of
 from jaxbp.pairing.op import per_implementation as per_implementation
 from jaxbp.pairing.pair import Pair as Pair

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.export import is_symbolic_dim
 
 from jaxbp.common import checks
-from jaxbp.pairing.mesh import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
+from jaxbp.pairing.mesh import BatchAxes, batched, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.arrays import unify_varying_axes
 
@@ -301,6 +301,15 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
     return {name: functools.partial(function, implementation=name) for name in implementations}
+
+
+def formula_and_kernel(
+    formula: Callable, kernel: Callable, *names: str, derivatives_of: Callable | None = None
+) -> dict[Implementation, Callable]:
+    """Return the implementations "xla" and "pallas", with the derivatives of the formula or of another function. On a
+    mesh, devices divide axis 0 of the kernel's arguments `names`."""
+    xla = formula if derivatives_of is None else differentiable(formula, derivatives_of)
+    return {"xla": xla, "pallas": differentiable(kernel, derivatives_of or formula, batched(*names))}
 
 
 def name_of(function: Callable) -> str:

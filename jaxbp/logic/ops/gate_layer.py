@@ -40,13 +40,7 @@ from jaxbp.logic.ops._rows import (
 from jaxbp.logic.ops.wire_layer import wire_layer
 from jaxbp.logic.wires.learned_wires import LearnedWires
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import (
-    Implementation,
-    Pair,
-    differentiable,
-    given_arguments,
-    saving_arguments,
-)
+from jaxbp.pairing import Implementation, Pair, differentiable, formula_and_kernel, given_arguments, saving_arguments
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core import device
@@ -178,11 +172,8 @@ def _for_many_gates(kernel, formula, *batch):
     return differentiable(function, formula, batched(*batch))
 
 
-_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
-_GRADIENTS = {
-    "xla": differentiable(_gradients, _gradients_by_autodiff),
-    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
-}
+_FORWARD = formula_and_kernel(_forward, _forward_kernel, "x")
+_GRADIENTS = formula_and_kernel(_gradients, _gradients_kernel, "dy", "x", derivatives_of=_gradients_by_autodiff)
 _COEFFICIENTS = {
     "softmax": {
         "xla": (gates.softmax, gates.softmax_backward),

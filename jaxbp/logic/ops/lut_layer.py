@@ -26,9 +26,8 @@ from jaxbp.logic.ops._rows import (
     sums_over_examples,
 )
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, differentiable
+from jaxbp.pairing import DefaultImplementation, Implementation, formula_and_kernel
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.lookup_tables import (
     interpolated,
     interpolation_gradients,
@@ -85,11 +84,8 @@ def _gradients_kernel(dy, tables, wires, x):
     return dtables.astype(tables.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
-_FORWARD = {"xla": _forward, "pallas": differentiable(_forward_kernel, _forward, batched("x"))}
-_GRADIENTS = {
-    "xla": differentiable(_gradients, _gradients_by_autodiff),
-    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
-}
+_FORWARD = formula_and_kernel(_forward, _forward_kernel, "x")
+_GRADIENTS = formula_and_kernel(_gradients, _gradients_kernel, "dy", "x", derivatives_of=_gradients_by_autodiff)
 
 
 def _definition(logits, wires, x, *, parametrization):

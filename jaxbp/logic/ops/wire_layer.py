@@ -22,9 +22,8 @@ from jaxbp.logic.ops._rows import (
     sum_over_consumers,
 )
 from jaxbp.logic.wires.learned_wires import LearnedWires, LearnedWiresArgument
-from jaxbp.pairing import Implementation, differentiable
+from jaxbp.pairing import Implementation, formula_and_kernel
 from jaxbp.pairing.gradients import in_dtypes_of
-from jaxbp.pairing.mesh import batched
 from pallas_kernels.logic.learned_wires import mixtures, mixtures_gradients, unsupported_group
 from pallas_kernels.logic.readers import sums_over_readers
 
@@ -115,14 +114,8 @@ def _gradients_kernel(dy, weights, wires, x):
     return dweights.astype(weights.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
-_FORWARD = {
-    "xla": differentiable(_forward, _mixtures_of_candidates),
-    "pallas": differentiable(_forward_kernel, _mixtures_of_candidates, batched("x")),
-}
-_GRADIENTS = {
-    "xla": differentiable(_gradients, _gradients_by_autodiff),
-    "pallas": differentiable(_gradients_kernel, _gradients_by_autodiff, batched("dy", "x")),
-}
+_FORWARD = formula_and_kernel(_forward, _forward_kernel, "x", derivatives_of=_mixtures_of_candidates)
+_GRADIENTS = formula_and_kernel(_gradients, _gradients_kernel, "dy", "x", derivatives_of=_gradients_by_autodiff)
 
 
 def _definition(logits, wires, x):

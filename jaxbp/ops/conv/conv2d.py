@@ -21,7 +21,7 @@ from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.ops.dense import _products as products
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, batched, differentiable, per_implementation
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, formula_and_kernel, per_implementation
 from pallas_kernels.conv import conv2d as kernels
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient_sm90
 from pallas_kernels.core.arrays import batch_first, batch_last
@@ -137,46 +137,26 @@ def _default_input_gradient(dy, w, **options):
 
 
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
-_FORWARD = _part(
-    "conv2d",
-    {
-        "xla": formulas.forward_formula,
-        "pallas": differentiable(_forward_kernel, formulas.forward_formula, batched("x")),
-    },
-    default=_default_forward,
-)
+_FORWARD = _part("conv2d", formula_and_kernel(formulas.forward_formula, _forward_kernel, "x"), default=_default_forward)
 _INPUT_GRADIENT = _part(
     "conv2d_backward_input",
-    {
-        "autodiff": formulas.input_gradient_autodiff,
-        "xla": formulas.input_gradient_formula,
-        "pallas": differentiable(_input_gradient_kernel, formulas.input_gradient_formula, batched("dy")),
-        None: _default_input_gradient,
-    },
+    formula_and_kernel(formulas.input_gradient_formula, _input_gradient_kernel, "dy")
+    | {"autodiff": formulas.input_gradient_autodiff, None: _default_input_gradient},
 )
 _WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
-    {
-        "autodiff": formulas.weights_gradient_autodiff,
-        "xla": formulas.weights_gradient_formula,
-        "pallas": differentiable(_weights_gradient_kernel, formulas.weights_gradient_formula, batched("dy", "x")),
-    },
+    formula_and_kernel(formulas.weights_gradient_formula, _weights_gradient_kernel, "dy", "x")
+    | {"autodiff": formulas.weights_gradient_autodiff},
 )
 _BIAS_GRADIENT = _part(
     "conv2d_backward_bias",
-    {
-        "autodiff": formulas.bias_gradient_autodiff,
-        "xla": formulas.bias_gradient_formula,
-        "pallas": differentiable(_bias_gradient_kernel, formulas.bias_gradient_formula, batched("dy")),
-    },
+    formula_and_kernel(formulas.bias_gradient_formula, _bias_gradient_kernel, "dy")
+    | {"autodiff": formulas.bias_gradient_autodiff},
     default=_LIBRARY,
 )
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
-    {
-        "xla": formulas.parameter_gradients_formula,
-        "pallas": differentiable(_parameter_gradients_kernel, formulas.parameter_gradients_formula, batched("dy", "x")),
-    },
+    formula_and_kernel(formulas.parameter_gradients_formula, _parameter_gradients_kernel, "dy", "x"),
 )
 
 

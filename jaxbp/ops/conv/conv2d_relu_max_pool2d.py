@@ -18,7 +18,7 @@ from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import max_pool2d
 from jaxbp.ops.conv.conv2d import check_shapes
-from jaxbp.pairing import Implementation, Op, Pair, batched, differentiable, in_dtypes_of
+from jaxbp.pairing import Implementation, Op, Pair, batched, differentiable, formula_and_kernel, in_dtypes_of
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_tf32_sm90 as forward_tf32_sm90
 from pallas_kernels.conv import conv2d_relu_max_pool2d_input_gradient_sm90 as input_gradient_sm90
@@ -197,11 +197,8 @@ _CONV2D_RELU_MAX_POOL2D = Pair(
     _forward,
     Op(
         "conv2d_relu_max_pool2d_backward",
-        {
-            "autodiff": _gradients_autodiff,
-            "xla": _gradients_formula,
-            "pallas": differentiable(_gradients_kernel, _gradients_formula, batched("dy", "indices", "x")),
-        },
+        {"autodiff": _gradients_autodiff}
+        | formula_and_kernel(_gradients_formula, _gradients_kernel, "dy", "indices", "x"),
         unsupported=_unsupported,
         partitioned=True,
         jit=True,

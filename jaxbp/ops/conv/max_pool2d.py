@@ -14,7 +14,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import limit, wide
 from jaxbp.common.windows import PoolOptions, Size, arange, dilated, pool_windows, unsupported, with_pool_options
 from jaxbp.ops.conv import _layouts as layouts
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, batched, differentiable, transpose
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, formula_and_kernel, transpose
 from pallas_kernels.conv import max_pool2d as kernels
 from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import unsupported_indices
@@ -136,11 +136,7 @@ def _unsupported(*arrays, windows, channels_last):
 
 _MAX_POOL2D_BACKWARD = Op(
     "max_pool2d_backward",
-    {
-        "autodiff": _scatter_by_autodiff,
-        "xla": scatter_formula,
-        "pallas": differentiable(_scatter_kernel, scatter_formula, batched("dy", "indices")),
-    },
+    {"autodiff": _scatter_by_autodiff} | formula_and_kernel(scatter_formula, _scatter_kernel, "dy", "indices"),
     unsupported=_unsupported,
     # Unless windows are adjacent, the kernel transposes NCHW images, which takes more time than the kernel saves.
     default=DefaultImplementation(gpu="xla"),
