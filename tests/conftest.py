@@ -1,12 +1,15 @@
 import atexit
 import ctypes
+import functools
 import gc
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 import zlib
 from pathlib import Path
 
@@ -39,6 +42,13 @@ from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
+
+if jax.__version_info__ < (0, 11):  # like newer versions, use a context of MLIR several times, which takes 5 ms to make
+    from jax._src.interpreters import mlir
+
+    _context = functools.lru_cache(maxsize=1)(lambda *_, make=mlir.make_ir_context: make())
+    _contexts = itertools.count()
+    mlir.make_ir_context = lambda: _context(threading.get_ident(), next(_contexts) // 50)
 
 # The search for cycles takes 5 to 10% of the time.
 gc.freeze()
