@@ -52,7 +52,7 @@ if jax.__version_info__ < (0, 11):  # like newer versions, use a context of MLIR
 
 # The search for cycles takes 5 to 10% of the time.
 gc.freeze()
-gc.set_threshold(100_000)
+gc.set_threshold(500_000)
 
 pytest.register_assert_rewrite("helpers")
 

@@ -127,8 +127,9 @@ PLANTED = {
 def assert_caught(mistake, dtype):
     forward, right, wrong, args, argument = PLANTED[mistake]
     args = [a.astype(dtype) for a in args]
-    quickly(Pair(forward, {"xla": right}), *args, implementations=["xla"]).raise_if_failed()
-    result = quickly(Pair(forward, {"xla": wrong}), *args)
+    added = ["kinks"]
+    quickly(Pair(forward, {"xla": right}), *args, implementations=["xla"], added=added).raise_if_failed()
+    result = quickly(Pair(forward, {"xla": wrong}), *args, added=added)
     assert not result
     assert ("xla", dtype, argument) in {(row.implementation, row.dtype, row.argument) for row in result.failures}
     assert {row.implementation for row in result.failures} == {"xla"}
@@ -200,6 +201,9 @@ def larger_double_backward(dy, x, y):
     return jnp.where(x >= y, 2 * dy, 0), jnp.where(x < y, 2 * dy, 0)
 
 
+max_of_row = functools.partial(jnp.max, axis=-1)
+
+
 def max_backward(dy, x):
     return jnp.where(x == x.max(axis=-1, keepdims=True), dy[..., None], 0)
 
@@ -258,30 +262,30 @@ def _(primals, tangents):
 
 
 S = drawn((3, 3), seed=5)
-# name -> (forward, wrong backward, arguments, settings of the check)
+NONE, NAMES = dict(added=()), ("ties", "kinks", "cotangents", "large", "dtypes")
+TIES, KINKS, COTANGENTS, LARGE, DTYPES = (dict(added=[name]) for name in NAMES)
+# name -> (forward, wrong backward, arguments, settings of the check, among them the added data that shows it)
 MISSED = {
-    "ties of max": (functools.partial(jnp.max, axis=-1), max_backward, S, {}),
-    "ties of max, no convention": (functools.partial(jnp.max, axis=-1), max_backward, S, dict(kink_convention=False)),
-    "ties of maximum": (jnp.maximum, maximum_backward, drawn((3, 4), (3, 4)), {}),
-    "ties of computed numbers": (larger_double, larger_double_backward, 2 * [S[0].astype(float)], dict(added=())),
-    "ties of computed numbers, float32": (larger_double, larger_double_backward, 2 * S, dict(added=())),
-    "ties of |a - b|": (distance, distance_backward, drawn((3, 4), (3, 4)), {}),
-    "slope at a clip's bound": (clip, lambda dy, x: jnp.where((x >= -0.7) & (x <= 0.5), dy, 0), S, {}),
-    "slope at a kink away from 0": (shrink, lambda dy, x: jnp.where((x >= 3) | (x < 0), dy, 0), S, {}),
-    "dy clipped": (jnp.sin, lambda dy, x: jnp.clip(dy, -5, 5) * jnp.cos(x), S, {}),
-    "wrong where dy is 0": (jnp.sin, lambda dy, x: jnp.where(dy == 0, 1, dy) * jnp.cos(x), S, {}),
-    "wrong for |x| > 10": (jnp.sin, lambda dy, x: jnp.where(jnp.abs(x) > 10, 0, dy * jnp.cos(x)), S, {}),
-    "overflow beyond 88": (
-        jax.nn.softplus, lambda dy, x: dy * jnp.exp(x) / (1 + jnp.exp(x)), S, {},
-    ),
-    "wrong in bfloat16 only": (jnp.sin, in_bfloat16_only, S, {}),
-    "wrong at stride 2 only": (strided, strided_backward, drawn((6,)), dict(cases=[{"stride": 2}])),
+    "ties of max": (max_of_row, max_backward, S, TIES),
+    "ties of max, no convention": (max_of_row, max_backward, S, TIES | dict(kink_convention=False)),
+    "ties of maximum": (jnp.maximum, maximum_backward, drawn((3, 4), (3, 4)), TIES),
+    "ties of computed numbers": (larger_double, larger_double_backward, 2 * [S[0].astype(float)], NONE),
+    "ties of computed numbers, float32": (larger_double, larger_double_backward, 2 * S, NONE),
+    "ties of |a - b|": (distance, distance_backward, drawn((3, 4), (3, 4)), TIES),
+    "slope at a clip's bound": (clip, lambda dy, x: jnp.where((x >= -0.7) & (x <= 0.5), dy, 0), S, KINKS),
+    "slope at a kink away from 0": (shrink, lambda dy, x: jnp.where((x >= 3) | (x < 0), dy, 0), S, KINKS),
+    "dy clipped": (jnp.sin, lambda dy, x: jnp.clip(dy, -5, 5) * jnp.cos(x), S, COTANGENTS),
+    "wrong where dy is 0": (jnp.sin, lambda dy, x: jnp.where(dy == 0, 1, dy) * jnp.cos(x), S, COTANGENTS),
+    "wrong for |x| > 10": (jnp.sin, lambda dy, x: jnp.where(jnp.abs(x) > 10, 0, dy * jnp.cos(x)), S, LARGE),
+    "overflow beyond 88": (jax.nn.softplus, lambda dy, x: dy * jnp.exp(x) / (1 + jnp.exp(x)), S, LARGE),
+    "wrong in bfloat16 only": (jnp.sin, in_bfloat16_only, S, DTYPES),
+    "wrong at stride 2 only": (strided, strided_backward, drawn((6,)), NONE | dict(cases=[{"stride": 2}])),
     "wrong at batch > 1 only": (
-        jnp.matmul, of_first_example, drawn((1, 3), (3, 2)), dict(cases=[(drawn((3, 3), (3, 2)), {})]),
+        jnp.matmul, of_first_example, drawn((1, 3), (3, 2)), NONE | dict(cases=[(drawn((3, 3), (3, 2)), {})]),
     ),
-    "third order only": (jnp.sin, lambda dy, x: dy * cosine(x), S, dict(order=3)),
-    "|dy| for dy on a scalar": (lambda x: jnp.sum(x * x), lambda dy, x: jnp.abs(dy) * 2 * x, S, {}),
-    "dw transposed": (jnp.matmul, lambda dy, x, w: (dy @ w.T, (x.T @ dy).T), drawn((3, 3), (3, 3)), {}),
+    "third order only": (jnp.sin, lambda dy, x: dy * cosine(x), S, NONE | dict(order=3)),
+    "|dy| for dy on a scalar": (lambda x: jnp.sum(x * x), lambda dy, x: jnp.abs(dy) * 2 * x, S, COTANGENTS),
+    "dw transposed": (jnp.matmul, lambda dy, x, w: (dy @ w.T, (x.T @ dy).T), drawn((3, 3), (3, 3)), NONE),
 }  # fmt: skip
 
 
