@@ -24,40 +24,25 @@ from jaxbp.training.loop import Metrics
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("default")
+def test_the_default_run_prints_its_config_each_epoch_and_last_an_accuracy_above_97_percent(tmp_path):
     # The tests' XLA flags suit brief programs, and their cache causes warnings.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "experiments.train", "lenet"]
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     if jax.default_backend() == "cpu":
         assert finished.stderr == ""
-    return finished.stdout, folder
-
-
-def test_the_default_run_reaches_97_percent_and_says_so_last(default_run):
-    output, _ = default_run
-    accuracy = re.fullmatch(r"test accuracy (\d\.\d{4})", output.splitlines()[-1])
-    assert float(accuracy[1]) >= 0.97
-
-
-def test_the_config_is_printed_as_it_is_saved(default_run):
-    output, folder = default_run
-    (run_dir,) = (folder / "runs").iterdir()
-    assert output.startswith((run_dir / "config.json").read_text())
+    output, (run_dir,) = finished.stdout, (tmp_path / "runs").iterdir()
+    config = (run_dir / "config.json").read_text()
+    assert output.startswith(config)
     assert re.match("lenet-", run_dir.name)
     assert f"\ncurves in {Path('runs') / run_dir.name / 'curves.png'}\n" in output
-
-
-def test_away_from_a_terminal_every_epoch_is_a_line(default_run):
-    output, _ = default_run
-    epochs = json.loads(output[: output.index("}") + 1])["epochs"]
-    lines = [line for line in output.splitlines() if line.startswith("epoch")]
-    assert [line.split()[1] for line in lines] == [f"{epoch}/{epochs}" for epoch in range(1, epochs + 1)]
+    epochs, (*lines, last) = json.loads(config)["epochs"], output.splitlines()
+    numbers = [line.split()[1] for line in lines if line.startswith("epoch")]
+    assert numbers == [f"{epoch}/{epochs}" for epoch in range(1, epochs + 1)]
+    assert float(re.fullmatch(r"test accuracy (\d\.\d{4})", last)[1]) >= 0.97
 
 
 def test_on_a_terminal_a_bar_shows_the_last_epoch(toy_config, tmp_path, monkeypatch):
