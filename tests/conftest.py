@@ -1,4 +1,5 @@
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -43,12 +44,19 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-if jax.__version_info__ < (0, 11):  # like newer versions, use a context of MLIR several times, which takes 5 ms to make
+if jax.__version_info__ < (0, 11):  # newer versions also use a context of MLIR several times, which takes 5 ms to make
     from jax._src.interpreters import mlir
 
-    _context = functools.lru_cache(maxsize=1)(lambda *_, make=mlir.make_ir_context: make())
-    _contexts = itertools.count()
-    mlir.make_ir_context = lambda: _context(threading.get_ident(), next(_contexts) // 50)
+    _make_context, _programs = mlir.make_ir_context, itertools.count()
+    _context_of = functools.lru_cache(maxsize=1)(lambda *_: _make_context())
+
+    def _context():
+        with contextlib.suppress(ValueError):
+            if mlir.ir.Context.current:  # JAX would insert a program that is compiled within another into the other
+                return _make_context()
+        return _context_of(threading.get_ident(), next(_programs) // 50)
+
+    mlir.make_ir_context = _context
 
 # The search for cycles takes 5 to 10% of the time.
 gc.freeze()
@@ -78,7 +86,7 @@ tests belong to the last share."""
 
 COMPILED = re.compile(
     "jaxbp/(catalogue|estimators|logic|nn|ops|training|verify)/|pallas_kernels/|tests/(clients|qa)/"
-    "|experiments/(bench/|test_accuracy)"
+    "|experiments/(bench/|configs/|studies/|test_accuracy|test_compare|training/reports/|training/test_d)"
 )
 """Tests whose time is XLA's compiler, which the oldest version runs in two thirds of the time. They belong to the first
 share. A hash divides the other files, because the tests of one file share programs."""
