@@ -28,8 +28,7 @@ class SynthesizeConfig:
     device: Literal["ice40", "ecp5", "xilinx"] = "ice40"
     """The chip: iCE40 HX8K, ECP5 85F, or Xilinx 7 series, for which there is no clock frequency."""
     registers: int | None = None
-    """Levels of logic between registers. A level is a gate, a counter of votes, a comparison of classes, or, on
-    Xilinx, a selection of one class. None: no registers."""
+    """Levels of logic between registers: gates, counters, comparisons, and selections. None: no registers."""
     json: OptionalPath = None
     """JSON file for the counts and the clock frequency."""
 

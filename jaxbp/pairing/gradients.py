@@ -16,6 +16,7 @@ class CastOnce:
     gradient of each use of the array before it adds them."""
 
     def __init__(self, formula: Callable):
+        functools.update_wrapper(self, formula)  # a mesh divides the arguments by name
         self.formula = formula
 
     def __call__(self, *arrays: Any, **options: Any) -> Any:
