@@ -27,7 +27,7 @@ def layer_ops(
       definition: the op, for autodiff.
       coefficients: `(parameters, wires, implementation) -> c`. Without a gradient, the implementation is "xla".
       parameter_gradient: the backward of `coefficients`, `(dc, parameters, implementation) -> dparameters`.
-      forward: `(c, wires, x) -> y` by implementation. Only this function and `gradients` get the option `groups` alone.
+      forward: `(c, wires, x) -> y` by implementation. This function and `gradients` get only the option `groups`.
       gradients: `(dy, c, wires, x) -> (dc, dx)` by implementation.
     """
 

@@ -29,7 +29,7 @@ def test_counts_of_all_sizes_are_the_numbers_of_ones(table_inputs, registers, tm
     y = in_icarus(source, x, 1040, tmp_path).reshape(60, 130, 8) @ (1 << np.arange(8))
     wanted = x.cumsum(axis=1)
     for n, latency in zip(sizes, latencies, strict=True):
-        late = max(latencies) - latency  # The count of a sample comes so many cycles before LATENCY.
+        late = max(latencies) - latency  # The count of a sample comes this number of cycles before LATENCY.
         assert np.array_equal(y[: len(y) - late, n - 1], wanted[late:, n - 1]), n
 
 
