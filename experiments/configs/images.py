@@ -56,6 +56,8 @@ class ImageConfig(TrainingConfig):
     """Largest random shift of training images in each direction, in pixels."""
     distortion: Annotated[float, Range()] = 0.0
     """Standard deviation of smooth random distortions of training images, in pixels."""
+    flip: bool = False
+    """Mirror each training image left to right with probability 1/2."""
 
     def __post_init__(self):
         if self.data is None:
@@ -73,8 +75,9 @@ class ImageConfig(TrainingConfig):
             self._check("shift", self.shift < side, f"a whole number from 0 to {side - 1}")
             self._check("distortion", self.distortion < side, f"a number of pixels from 0, below {side}")
         else:
-            for field in ("shift", "distortion"):
-                self._check(field, getattr(self, field) == 0, "0, because the data are no images")
+            for field in ("shift", "distortion", "flip"):
+                value = getattr(self, field)
+                self._check(field, not value, f"{type(value)()}, because the data are no images")
 
     @property
     def has_images(self) -> bool:
@@ -132,7 +135,7 @@ class ImageConfig(TrainingConfig):
         return None if self.dataset == "digits" else super().data_checksum(dataset)
 
     def augmentation(self) -> Augment | None:
-        return self._augmented if self.shift or self.distortion else None
+        return self._augmented if self.shift or self.distortion or self.flip else None
 
     def _named(self) -> dict[str, Any]:
         return {"shape": datasets.IMAGE_SHAPES[self.dataset], "classes": datasets.CLASSES}
@@ -148,6 +151,8 @@ class ImageConfig(TrainingConfig):
     def _augmented(self, key, images, step):
         if self.distortion:
             images = augmentation.distort(jax.random.fold_in(key, 1), images, self.distortion)
+        if self.flip:
+            images = augmentation.flip(jax.random.fold_in(key, 2), images)
         return augmentation.shift(key, images, self.shift) if self.shift else images
 
 

@@ -28,3 +28,11 @@ def distort(
     places = jnp.indices(size) + jax.image.resize(at_knots, (batch, 2, *size), "cubic")
     read = functools.partial(jax.scipy.ndimage.map_coordinates, order=1)
     return jax.vmap(jax.vmap(read, in_axes=(0, None)))(images, places).astype(images.dtype)
+
+
+def flip(
+    key: PRNGKeyArray, images: Float[Array, "batch channels height width"]
+) -> Float[Array, "batch channels height width"]:
+    """Mirror each image left to right with probability 1/2."""
+    chosen = jax.random.bernoulli(key, shape=(len(images), 1, 1, 1))
+    return jnp.where(chosen, images[..., ::-1], images)

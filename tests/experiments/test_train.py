@@ -197,11 +197,12 @@ def test_every_option_reaches_the_config(tmp_path):
         "devices": 4,
     }
     args = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    config = train.parse(["lenet", *args, "--no-fused"]).experiment
+    config = train.parse(["lenet", *args, "--no-fused", "--flip"]).experiment
     assert json.loads(configs.as_json(configs.to_dict(config))) == {
         "experiment": "lenet",
         "resume": False,
         "fused": False,
+        "flip": True,
         "data": None,
         "shape": [1, 28, 28],
         "classes": 10,

@@ -197,6 +197,7 @@ def test_a_table_becomes_bits_and_the_gates_a_multiple_of_the_classes(own_table)
     settings = dict(data=own_table, target="class")
     cases = {
         "shift is 1; wants 0, because the data are no images": settings | dict(shift=1),
+        "flip is True; wants False, because the data are no images": settings | dict(flip=True),
         "gates is 600; wants at most 465, for the 465 pairs of 31 bits": settings | dict(gates=600, wiring="unique"),
         "gates is 300; wants at most 232, for the 465 pairs": settings | dict(gates=300, wiring="unique", arity=4),
         "target is 'class'; wants no column, or data as well": dict(target="class"),

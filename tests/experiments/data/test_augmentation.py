@@ -91,3 +91,14 @@ def test_every_experiment_on_images_can_shift_and_need_not(config):
     for pixels in (-1, 28, 1.0, True):
         with pytest.raises(UserError, match=f"^shift is {pixels}; wants a whole number "):
             config(shift=pixels)
+
+
+@pytest.mark.parametrize("config", EXPERIMENTS_ON_IMAGES, ids=lambda c: c.name)
+def test_every_experiment_on_images_can_flip_about_half_of_them(config):
+    images, key = jnp.asarray(np.random.default_rng(0).random((400, 1, 28, 28), np.float32)), jax.random.key(0)
+    flipped = config(shift=0, flip=True).augmentation()(key, images, 0)
+    mirrored = (flipped == images[..., ::-1]).all((1, 2, 3))
+    np.testing.assert_array_equal(flipped, np.where(mirrored[:, None, None, None], images[..., ::-1], images))
+    assert 160 < mirrored.sum() < 240
+    shifted = config(shift=1).augmentation()(key, flipped, 0)
+    np.testing.assert_array_equal(config(shift=1, flip=True).augmentation()(key, images, 0), shifted)
