@@ -254,7 +254,12 @@ def forward_only(op: Callable) -> Callable:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return a function `(arrays, cotangents) -> (floating results, other results, gradients)`."""
+    """Return a function `(arrays, cotangents) -> (floating results, other results, gradients)`.
+
+    A barrier gives the cotangents to the backward after the results, because in training the loss lies between them.
+    Without it, XLA merges both into one kernel for some ops. Residuals do not pass the barrier, because XLA would then
+    store masks and zeros that it recomputes in training.
+    """
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -266,6 +271,7 @@ def forward_and_backward(op: Callable) -> Callable:
             return [a for a in results if is_float(a)], [a for a in results if not is_float(a)]
 
         results, vjp, integers = jax.vjp(of_floats, *filter(is_float, leaves), has_aux=True)
+        results, cotangents = lax.optimization_barrier((results, cotangents))
         return results, integers, vjp(cotangents)
 
     return function

@@ -25,6 +25,17 @@ def _convolutions(program, sets):
     return re.findall(r"convolution\(|__cudnn\$conv", jax.jit(program).lower(sets).compile().as_text())
 
 
+@pytest.mark.parametrize("name", ["pallas", "xla", "autodiff", "None"])
+def test_a_backward_begins_after_the_results_of_its_forward(workload_at, name):
+    workload = workload_at("relu", "relu4")
+    arguments = jax.eval_shape(lambda: workload.draw(0, 2, "float32"))
+    program = jax.make_jaxpr(workload.named(name, "float32"))(*arguments).jaxpr
+    (barrier,) = (equation for equation in program.eqns if equation.primitive.name == "optimization_barrier")
+    (_, cotangent), (result, *_) = program.invars, program.outvars
+    assert [equation for equation in program.eqns if cotangent in equation.invars] == [barrier]
+    assert result in barrier.outvars
+
+
 def results_of(workload, name):
     results = jax.jit(lambda: workload.named(name, "float32")(*workload.draw(0, 4, "float32")))()
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(results)]
