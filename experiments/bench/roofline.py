@@ -147,6 +147,9 @@ def cost(workload: Workload, batch: int, dtype: str) -> Cost:
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            given |= {b for a, b in zip(equation.invars, equation.outvars, strict=True) if a in given}
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),

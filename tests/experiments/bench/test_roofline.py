@@ -45,6 +45,11 @@ def test_what_need_not_move_is_not_counted(workload_at):
     assert counted.argument_bytes > counted.read_bytes > 0
 
 
+def test_a_gradient_that_is_the_cotangent_is_not_written(workload_at):
+    counted = cost(workload_at("add", "bias"), BATCH, "float32")
+    assert counted.result_bytes - counted.written_bytes == BATCH * 1024 * 4
+
+
 def test_what_a_nested_program_returns_unchanged_is_read(workload_at):
     workload = dataclasses.replace(
         workload_at("relu_backward", "relu1"), function=lambda *_: lambda dy, y: (jax.jit(lambda a: a)(dy) * y,)
