@@ -144,7 +144,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     end = math.inf if limit is None else started + limit
     if on_gpu:
         print("measuring the rates of this GPU", file=sys.stderr, flush=True)
-    rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
+    rates = {dtype: measured_rates(dtype, config.seconds, config.quick) if on_gpu else {} for dtype in config.dtype}
     report |= rates[config.dtype[0]] | {"rows": []}
 
     def settings(dtype, precision):

@@ -41,9 +41,15 @@ MOST_REFERENCE_BYTES = 48 * 2**30
 
 
 class Compiler:
-    def __init__(self):
+    """Compile programs in threads.
+
+    On a GPU, XLA times algorithms to choose one, and programs that are compiled meanwhile would change the choice.
+    Without `quick`, programs that will be timed are therefore compiled one at a time, and other programs after them.
+    """
+
+    def __init__(self, quick: bool = False):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-        self._futures = {}
+        self._quick, self._futures, self._timed = quick, {}, []
 
     def __enter__(self) -> "Compiler":
         return self
@@ -51,9 +57,9 @@ class Compiler:
     def __exit__(self, *exception) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, function: Callable, *arguments: Any) -> Future:
+    def submit(self, function: Callable, *arguments: Any, timed: bool = False) -> Future:
         """Compile a program in a thread. Rows whose programs are equal share one executable, because XLA may choose
-        other algorithms each time that it compiles a program."""
+        other algorithms each time that it compiles a program. Submit programs that will be `timed` first."""
         try:
             # Tracing and lowering depend on this thread's settings of JAX.
             lowered = jax.jit(function).lower(*arguments)
@@ -63,12 +69,19 @@ class Compiler:
             return future
         text = lowered.as_text()
         if text not in self._futures:
-            self._futures[text] = self._pool.submit(lowered.compile)
+            self._futures[text] = self._pool.submit(_compile_after, tuple(self._timed), lowered)
+            self._timed += [self._futures[text]] * (timed and not self._quick)
         return self._futures[text]
 
     def wait(self) -> None:
         wait(self._futures.values())
         self._futures.clear()
+        self._timed.clear()
+
+
+def _compile_after(programs, lowered):
+    wait(programs)
+    return lowered.compile()
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -86,13 +86,14 @@ def nominal_operations(dtype: str) -> float | None:
     return HOPPER_OPERATIONS if is_hopper and dtype in ("bfloat16", "float16") else None
 
 
-def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
+def measured_rates(dtype: str, seconds: float, quick: bool = False) -> dict[str, Any]:
     """Measure how fast this GPU moves bytes and multiplies matrices of `dtype`.
 
     A timing round takes `seconds`, at most `RATE_SECONDS`. `bytes_per_second` has pairs (working set, rate) for "copy",
-    "read", and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache.
+    "read", and "write". `copy_bytes_per_second` is for a copy that does not fit in the cache. With `quick`, programs
+    are compiled together, which may change the algorithm that XLA chooses for a product.
     """
-    with ThreadPoolExecutor() as pool:  # which compiles several programs at once
+    with ThreadPoolExecutor(None if quick else 1) as pool:
         products = itertools.product(PRECISIONS, PRODUCTS)
         programs = _traffic(pool) | {key: pool.submit(_product, *key, dtype) for key in products}
     programs = {key: program.result() for key, program in programs.items()}

@@ -103,11 +103,10 @@ class Case:
             working_set = self._sets * (self.cost.argument_bytes + self.cost.result_bytes)
         return roofline_seconds(self.cost, working_set, precision, self.settings.rates)
 
-    def submit(self, name: str, compiler: Compiler, accuracy: Accuracy | None) -> bool:
-        """Submit the programs of row `name`, an implementation or a baseline, to the compiler. Return False if the
+    def submit(self, name: str, compiler: Compiler) -> bool:
+        """Submit the timed program of row `name`, an implementation or a baseline, to the compiler. Return False if the
         workload has no such row."""
         print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
-        self.accuracy = accuracy
         function = self.workload.named(name, self.settings.dtype)
         if name == "pallas" and not self._launches(function):
             print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
@@ -118,16 +117,21 @@ class Case:
             # If the compilation fails, the row will fail in the same way.
             with contextlib.suppress(Exception):
                 self._compiled[name] = compile_program(function, self._structs)
-        if name not in self._compiled and not self.settings.times_only:
-            self._programs[name, "call"] = compiler.submit(function, *self._structs)
         update = "autodiff" if name in self.workload.baselines else implementation(name)
         chain = self.workload.chain(function, self.calls, update)
-        self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets)
+        self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets, timed=True)
+        return True
+
+    def submit_others(self, name: str, compiler: Compiler, accuracy: Accuracy | None) -> None:
+        """Submit the programs of row `name` for memory and errors, and the program that draws the arguments."""
+        self.accuracy = accuracy
+        if name not in self._compiled and not self.settings.times_only:
+            function = self.workload.named(name, self.settings.dtype)
+            self._programs[name, "call"] = compiler.submit(function, *self._structs)
         if self.accuracy is not None:
             self.accuracy.submit(name)
         if self._drawing is None and self.workload.tokens is None:  # the program of a large model would be long
             self._drawing = compiler.submit(self._draw, 0)
-        return True
 
     def _launches(self, function):
         try:
@@ -244,7 +248,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
     """Yield our rows of all cases, and then the rows of peers. Compile no further row after `keep_going()` is false."""
     models = [case for case in cases if case.workload.tokens is not None]
     others = [case for case in cases if case.workload.tokens is None]
-    with Compiler() as compiler:
+    with Compiler(any(case.settings.times_only for case in cases)) as compiler:
         accuracy = functools.cache(lambda workload, batch, dtype, _: Accuracy(workload, batch, dtype, compiler))
 
         def accuracy_of(case):
@@ -268,8 +272,10 @@ def _our_rows(cases, compiler, accuracy_of, keep_going):
         while waiting and len(compiled) < count and (not compiled or keep_going()):
             case, name = waiting.popleft()
             with jax.default_matmul_precision(case.settings.precision):
-                is_submitted = case.submit(name, compiler, accuracy_of(case))
-            compiled += [(case, name)] * is_submitted
+                compiled += [(case, name)] * case.submit(name, compiler)
+        for case, name in compiled:
+            with jax.default_matmul_precision(case.settings.precision):
+                case.submit_others(name, compiler, accuracy_of(case))
         compiler.wait()
         seconds = time.monotonic() - started
         for case, rows in itertools.groupby(compiled, lambda row: row[0]):

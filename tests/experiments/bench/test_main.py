@@ -123,7 +123,7 @@ def test_a_quick_run_has_the_rows_of_ours_that_users_get(quickly, monkeypatch):
 
 def test_a_quick_run_compiles_only_what_it_times(quickly, monkeypatch):
     submitted, submit = [], Compiler.submit
-    monkeypatch.setattr(Compiler, "submit", lambda *args: submitted.append(args) or submit(*args))
+    monkeypatch.setattr(Compiler, "submit", lambda *args, **options: submitted.append(args) or submit(*args, **options))
     (row,) = quickly("--quick", implementations=("xla",))[1]["rows"]
     assert len(submitted) == 2 and row["microseconds"] > 0  # the row's program, and one that draws its arguments
     assert [row[name] for name in ("temporary_bytes", "error", "error_batch", "compile_seconds")] == [None] * 4

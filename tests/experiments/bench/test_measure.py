@@ -1,3 +1,5 @@
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -31,7 +33,8 @@ def test_memory_is_that_of_one_call_and_not_of_the_chain(workload_at, monkeypatc
     case.calls = 4
     one = jax.jit(workload.function("autodiff", "float32")).lower(*workload.draw(0, 2, "float32")).compile()
     with Compiler() as compiler:
-        case.submit("autodiff", compiler, Accuracy(workload, 2, "float32", compiler))
+        case.submit("autodiff", compiler)
+        case.submit_others("autodiff", compiler, Accuracy(workload, 2, "float32", compiler))
         (row,) = case.rows(["autodiff"])
     assert row["calls"] == 4 and row["temporary_bytes"] == one.memory_analysis().temp_size_in_bytes > 0
 
@@ -51,13 +54,33 @@ def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
             broken.result()
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_timed_programs_are_compiled_one_at_a_time_before_others_unless_the_run_is_quick(quick, monkeypatch):
+    events, together = [], threading.Barrier(3 if quick else 1)
+
+    def compiled(lowered):
+        events.append(f"{lowered.args_info[0][0].shape} begins")
+        together.wait(timeout=60)
+        time.sleep(0.1)
+        events.append(f"{lowered.args_info[0][0].shape} ends")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 3)
+    with Compiler(quick) as compiler:
+        futures = [compiler.submit(lambda x: x, np.zeros(n), timed=n < 3) for n in (1, 2, 3)]
+        compiler.wait()
+        assert [future.result() for future in futures] == [None] * 3
+    if not quick:
+        assert events == [f"({n},) {event}" for n in (1, 2, 3) for event in ("begins", "ends")]
+
+
 def test_equal_programs_share_one_executable(workload_at):
     workload = workload_at("linear", "fc3")  # on a CPU, None is autodiff
     names = ["autodiff", "None", "xla"]
     case = Case(workload, 2, Settings(names, {}, "best", "float32", "default", 1e-3, False, {}))
     with Compiler() as compiler:
         for name in names:
-            case.submit(name, compiler, None)
+            case.submit(name, compiler)
         autodiff, default, xla = (case._programs[name, "chain"] for name in names)
         assert autodiff is default and autodiff is not xla
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 from helpers import TOLERANCE
 
 from experiments.bench import measure, rows
+from experiments.bench.measure import Compiler
 from experiments.bench.peers import table
 from experiments.bench.rows import Case, Settings, measured_rows
 
@@ -83,6 +85,23 @@ def test_a_pallas_without_a_kernel_of_ours_is_no_row(workload_at, monkeypatch, c
     assert [row["implementation"] for row in measured_rows([case], lambda: True)] == case.row_names() == ["xla"]
     message = "relu_backward relu4, batch 2, pallas: left out, because no jaxbp kernel runs\n"
     assert message in capsys.readouterr().err
+
+
+def test_the_programs_that_are_timed_are_submitted_first(workload_at, monkeypatch):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(rows, "COMPILING_SECONDS", 1e6)
+    submitted, submit = [], Compiler.submit
+
+    def recorded(*args, timed=False):
+        submitted.append("timed" if timed else "other")
+        return submit(*args, timed=timed)
+
+    monkeypatch.setattr(Compiler, "submit", recorded)
+    settings = Settings(["xla", "autodiff", "None"], {}, "best", "float32", "default", 1e-3, False, {})
+    list(measured_rows([Case(workload_at("relu_backward", "relu4"), 2, settings)], lambda: True))
+    groups = [(name, len(list(programs))) for name, programs in itertools.groupby(submitted)]
+    assert [name for name, _ in groups] == ["timed", "other"] * 2
+    assert [count for name, count in groups if name == "timed"] == [1, 2]
 
 
 def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch, capsys):
