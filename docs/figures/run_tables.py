@@ -158,13 +158,13 @@ def seeds(reports: Reports) -> str:
 def gates(reports: Reports) -> str:
     found: dict[int, dict[str, list[float]]] = {}
     for row in all_rows(reports):
-        _, *words = shlex.split(row["settings"])
-        options = dict(zip(words[::2], words[1::2], strict=True))
+        words = shlex.split(row["settings"])
+        options = dict(zip(words, words[1:], strict=False))
         wires = "learned" if options["--wiring"] == "learned" else "fixed"
         kind = f"{wires} wires, {options.get('--arity', 2)} inputs"
         of_size = found.setdefault(int(options["--gates"]) * int(options["--layers"]), {})
         of_size.setdefault(kind, []).extend([row["test_accuracy"]] if "test_accuracy" in row else [])
-    kinds = list(dict.fromkeys(kind for of_size in found.values() for kind in of_size))
+    kinds = sorted({kind for of_size in found.values() for kind in of_size})
     lines = [
         [f"{size:,}", *(f"{statistics.mean(values):.4f}" if (values := of_size.get(kind)) else "" for kind in kinds)]
         for size, of_size in sorted(found.items())
