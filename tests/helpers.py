@@ -323,7 +323,7 @@ def launching_program(function, *arrays):
         call = jax.ffi.ffi_call(f"kernel.{name}", [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_out])
         return mlir.lower_fun(call, multiple_results=True)(context, *arrays)
 
-    register = functools.partial(mlir.register_lowering, launch._launch_p, platform="cuda", cacheable=False)
+    register = functools.partial(mlir.register_lowering, launch._launch_p, platform="cuda")
     register(call)
     try:
         return cuda_program(function, *arrays)

@@ -15,6 +15,7 @@ import jax
 
 # Importing `fuser` later would change jit's cache key, and recompile earlier programs.
 import jax.experimental.pallas.fuser
+import jax.numpy as jnp
 from jax import Array, lax
 
 # Private in JAX 0.10.2.
@@ -177,9 +178,13 @@ def _along_axes(grid, indices):
     return indices
 
 
+class _NeedsGPU(NotImplementedError):
+    pass
+
+
 def _interpret(body, *arrays, structure, out, grid, name, scratch):
     if scratch:
-        raise NotImplementedError(
+        raise _NeedsGPU(
             f"{name}: uses shared memory, which the interpreter lacks; wants a GPU or the context `simulated`"
         )
 
@@ -262,9 +267,22 @@ def _trace(function, x64, *arrays):
         return jax.tree.leaves(function(*arrays))
 
 
-mlir.register_lowering(
-    _launch_p, mlir.lower_fun(lambda *a, default, **_: default(*a), multiple_results=True), cacheable=False
-)
+def _lower_elsewhere(context, *arrays, default, shapes, **_):
+    def lower(function):
+        return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+
+    try:
+        return lower(default)
+    except _NeedsGPU:
+        if "cuda" not in context.module_context.platforms:
+            raise
+        # A program for several platforms contains the branches of `on_gpu` for CUDA once per platform, also where they
+        # never run.
+        return lower(lambda *_: [jnp.full(a.shape, jnp.nan).astype(a.dtype) for a in shapes])
+
+
+# JAX cannot lower for several platforms if a primitive has a rule per platform and is not cacheable.
+mlir.register_lowering(_launch_p, _lower_elsewhere)
 
 
 def _lower_for_cuda(context, *arrays, name, cuda, **_):
@@ -278,7 +296,7 @@ def _lower_for_cuda(context, *arrays, name, cuda, **_):
         raise explanation from error
 
 
-mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
+mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda")
 
 
 def _refuse_derivative(*_, name, **__):

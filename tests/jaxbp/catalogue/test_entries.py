@@ -551,6 +551,15 @@ def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
     _export("relu", "softmax", "max", "batch_norm", "dropout")
 
 
+@pytest.mark.parametrize("name", ["dot_product_attention", "grouped_linear", "layer_norm"])
+def test_kernels_can_be_exported_to_several_platforms_at_once(name, on_hopper):
+    run, arguments = value_and_gradients(op_of(name, None, "pallas")), drawn(name, dtype="bfloat16")
+    with on_the_cpu():
+        exported = jax.export.export(run, platforms=("cpu", "cuda"))(*arguments)
+        assert "mosaic_gpu" in exported.mlir_module()
+        assert_close(exported.call(*arguments), run(*arguments), "bfloat16")
+
+
 def _export(*names):
     """An export for one platform may contain calls that other versions of XLA refuse."""
 
