@@ -23,17 +23,22 @@ from pallas_kernels.core.arrays import on_no_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes along which devices divide a kernel's arguments. Results without such an axis are summed over devices.
+    """The axes along which devices divide a kernel's arguments.
 
     Attributes:
       of: maps the name of an argument of the kernel's formula to its batch axis, or to one axis per leaf of a pytree.
       multiple_of: must divide the number of examples per device.
       features: the devices divide nothing if the first argument in `of` has at most this number of axes.
+      sums: whether results without such an axis are summed over the devices. Otherwise, all devices have the same.
+      others: further axes, such as axes of heads, which other axes of the mesh may divide. Their sizes are multiples of
+        the least size, for example if a group of heads shares a key.
     """
 
     of: Mapping[str, int | Sequence[int]]
     multiple_of: int = 1
     features: int = 0
+    sums: bool = True
+    others: Sequence["Axes"] = ()
 
 
 BatchAxes = Axes | Callable[..., Axes]
@@ -106,20 +111,26 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes, arr
         return kernel(*arrays)
     leaves, structure = jax.tree.flatten(arrays)
     flat = lambda f: lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves)))  # noqa: E731
-    of_arguments = list(itertools.chain(*(_of_leaves(axes.of.get(name), a) for name, a in arguments.items())))
-    of_results = _that_grow(flat(formula), leaves, of_arguments)
-    results = _partitioned(flat(kernel), of_arguments, of_results, axes.multiple_of)(*leaves)
+    sets = [axes, *axes.others]
+    of_arguments = [_per_leaf(one.of, arguments) for one in sets]
+    of_results = [_that_grow(flat(formula), leaves, of_leaves) for of_leaves in of_arguments]
+    results = _partitioned(flat(kernel), sets, of_arguments, of_results)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(formula, *arrays)), results)
 
 
-def _of_leaves(axis, argument):
-    leaves = jax.tree.leaves(argument)
-    return axis if isinstance(axis, Sequence) else [axis] * len(leaves)
+def _per_leaf(axes, arguments):
+    """Return the axis of each leaf of the arguments, or None, given the axes by the names of the arguments."""
+
+    def of_argument(name, argument):
+        axis = axes.get(name)
+        return axis if isinstance(axis, Sequence) else [axis] * len(jax.tree.leaves(argument))
+
+    return list(itertools.chain(*(of_argument(*pair) for pair in arguments.items())))
 
 
 def _that_grow(formula, leaves, axes):
-    """For each result of `formula`, return the axis whose size changes with the size of the batch axes, or None. `axes`
-    has one batch axis, or None, per array in `leaves`."""
+    """For each result of `formula`, return the axis whose size changes with the size of the axes of `leaves`, or None.
+    `axes` has one axis, or None, per array in `leaves`."""
 
     def shapes(times):
         grown = []
@@ -132,17 +143,29 @@ def _that_grow(formula, leaves, axes):
     return [next((i for i, (m, n) in enumerate(zip(a, b, strict=True)) if m != n), None) for a, b in pairs]
 
 
-def _partitioned(kernel, of_arguments, of_results, multiple_of):
-    def partition(mesh, arguments, _):
-        names = _mesh_axes(arguments, of_arguments, multiple_of)
+def _partitioned(kernel, sets, of_arguments, of_results):
+    """Return a function that calls `kernel` on each device of a mesh. `of_arguments` and `of_results` have for each of
+    `sets` the axis of each array, or None."""
 
-        def shardings(axes):
-            specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, names) for axis in axes]
-            return [NamedSharding(mesh, spec) for spec in specs]
+    def partition(mesh, arguments, _):
+        names = []
+        for one, axes in zip(sets, of_arguments, strict=True):
+            names.append(_mesh_axes(arguments, axes, one.multiple_of, {*itertools.chain(*names)}))
+
+        def shardings(axes_of_sets):
+            def sharding(*axes):
+                spec = {axis: of_set for axis, of_set in zip(axes, names, strict=True) if axis is not None}
+                return NamedSharding(mesh, PartitionSpec(*map(spec.get, range(max(spec, default=-1) + 1))))
+
+            return [sharding(*axes) for axes in zip(*axes_of_sets, strict=True)]
 
         def on_own_examples(*leaves):
-            results = kernel(*leaves)
-            return [_sum(a, names) if axis is None else a for a, axis in zip(results, of_results, strict=True)]
+            results = []
+            for a, *axes in zip(kernel(*leaves), *of_results, strict=True):
+                of_sets = zip(axes, names, sets, strict=True)
+                summed = (of_set for axis, of_set, one in of_sets if axis is None and one.sums)
+                results.append(_sum(a, tuple(itertools.chain(*summed))))
+            return results
 
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
@@ -155,7 +178,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
     @mapped.def_vmap
     def _(size, mapped, *leaves):
-        return jax.vmap(kernel, [0 if m else None for m in mapped])(*leaves), [True] * len(of_results)
+        return jax.vmap(kernel, [0 if m else None for m in mapped])(*leaves), [True] * len(of_results[0])
 
     return mapped
 
@@ -194,27 +217,45 @@ def _sum(a, names):
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
-def _mesh_axes(arguments, axes, multiple_of):
-    a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
+def _mesh_axes(arguments, axes, multiple_of, used):
+    """Return the names of the mesh's axes that divide these axes of the arguments. `used` has the names of those that
+    divide others."""
+    divided = [(a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None]
+    if not divided:
+        return ()
+    a, axis = divided[0]
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
-    devices = math.prod(a.sharding.mesh.shape[name] for name in names)
-    return () if a.shape[axis] % (devices * multiple_of) else names
+    parts = math.prod(a.sharding.mesh.shape[name] for name in names) * multiple_of
+    return () if used & {*names} or any(a.shape[axis] % parts for a, axis in divided) else names
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return the rule for XLA's partitioner Shardy, and its options. All batch axes are sharded alike, and no other
-    axis is sharded. `of_arguments` and `of_results` have the batch axis of each array, or None."""
-    numbers, whole = itertools.count(), []
+    """Return the rule for XLA's partitioner Shardy, and its options. The axes of a set are sharded alike, and no other
+    axis is sharded. The arguments are as in `_partitioned`."""
+    least = []
+    for of_set in of_arguments:
+        found = (a.shape[axis] for a, axis in zip(arguments, of_set, strict=True) if axis is not None)
+        least.append(max(min(found, default=1), 1))
+    numbers, whole, sizes = itertools.count(), [], {}
 
-    def names(array, axis):
-        for i in range(len(array.shape)):
-            if i != axis:
-                whole.append(f"whole_{next(numbers)}")
-            yield "examples" if i == axis else whole[-1]
+    def replicated():
+        whole.append(f"whole_{next(numbers)}")
+        return whole[-1]
 
-    def side(arrays, axes):
-        return ", ".join(" ".join(names(*pair)) for pair in zip(arrays, axes, strict=True))
+    def names(array, axes):
+        for i, size in enumerate(array.shape):
+            of_set = axes.index(i) if i in axes else None
+            if of_set is None:
+                yield replicated()
+            elif size <= least[of_set]:
+                yield f"set_{of_set}"
+            else:
+                yield f"(set_{of_set} {(name := replicated())})"
+                sizes[name] = size // least[of_set]
+
+    def side(arrays, of_sets):
+        return ", ".join(" ".join(names(*pair)) for pair in zip(arrays, zip(*of_sets, strict=True), strict=True))
 
     rule = f"{side(arguments, of_arguments)} -> {side(results, of_results)}"
-    return rule, {"need_replication_factors": tuple(whole)}
+    return rule, {"need_replication_factors": tuple(whole), **sizes}

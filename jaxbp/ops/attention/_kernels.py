@@ -51,20 +51,29 @@ def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float
 def _with_kernel(kernel: Callable, formula: Callable, *names: str) -> Callable:
     """Return a function of arrays that calls `kernel` on a GPU. Elsewhere, and for an empty q, it calls `formula`, the
     same function in jnp. `names` are the parameters of `formula`, in order, among them "q". On a mesh, the devices
-    divide the arrays with the batch size of q."""
+    divide the arrays with the batch size of q, and the heads of keys with their queries."""
 
     def call(*arrays, **options):
         of_options = [functools.partial(f, **options) for f in (kernel, formula)]
         q = arrays[names.index("q")]
         return of_options[1](*arrays) if q.size == 0 else on_gpu(*of_options, *arrays)
 
-    def batch_axes(*arrays):
-        # An array whose batch axis has size 1 is the same for all examples.
+    def axes(*arrays):
+        # An array whose batch axis or axis of heads has size 1 is the same for all examples or heads.
         batch = arrays[names.index("q")].shape[0]
-        leaves = zip(names, map(jax.tree.leaves, arrays), strict=True)
-        return Axes({name: [0 if a.shape[0] == batch else None for a in of] for name, of in leaves if of})
+        leaves = [(name, jax.tree.leaves(a)) for name, a in zip(names, arrays, strict=True)]
+        examples = {name: [0 if a.shape[0] == batch else None for a in of] for name, of in leaves if of}
+        heads = {name: [_axis_of_heads(name, a) for a in of] for name, of in leaves if of}
+        return Axes(examples, others=(Axes(heads),))
 
-    return differentiable(call, formula, batch_axes)
+    return differentiable(call, formula, axes)
+
+
+def _axis_of_heads(name, a):
+    if name not in ("bias", "masks"):
+        return 1 if name in ("logsumexp", "dlogsumexp") else 2
+    # The other leaves of the masks have fewer axes.
+    return 1 if a.ndim == 4 and a.shape[1] > 1 else None
 
 
 def _attend(q, k, v, bias, masks, **options):

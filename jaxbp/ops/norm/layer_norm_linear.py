@@ -17,7 +17,7 @@ from jaxbp.ops.dense._products import parameter_gradients_in_float32
 from jaxbp.ops.dense.linear import forward_in_float32, linear
 from jaxbp.ops.norm import layer_norm
 from jaxbp.ops.norm.layer_norm import row_statistics, rows
-from jaxbp.pairing import DefaultImplementation, Implementation, Pair, batched, differentiable, in_dtypes_of
+from jaxbp.pairing import Axes, DefaultImplementation, Implementation, Pair, differentiable, in_dtypes_of
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import linear_sm90
@@ -107,11 +107,12 @@ def _scaled_weights(w, scale):
 
 
 _results_formula = functools.partial(_results, layer_norm.normalize, _dense)
-_RESULTS = differentiable(_results_kernel, _results_formula, batched("x"))
+_AXES_OF_RESULTS = Axes({"x": 0}, features=1, others=[Axes({"w": 0, "b": 0}, sums=False)])
+_RESULTS = differentiable(_results_kernel, _results_formula, _AXES_OF_RESULTS)
 _NORMALIZED_RESULTS = differentiable(
     functools.partial(_normalized_results, layer_norm.normalize_kernel, _dense_kernel),
     functools.partial(_normalized_results, layer_norm.normalize, _dense),
-    batched("x"),
+    _AXES_OF_RESULTS,
 )
 
 
@@ -216,7 +217,11 @@ _LAYER_NORM_LINEAR = Pair(
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results_formula), "pallas": _save_kernel},
     residuals=lambda *arrays, **options: (*arrays, None, None, None),
-    batch_axes=batched("dy", "x", "offset", "inv_std", "normalized"),
+    batch_axes=lambda dy, *_: Axes(
+        dict.fromkeys(("dy", "x", "offset", "inv_std", "normalized"), 0),
+        features=1,
+        others=[Axes({"dy": dy.ndim - 1, "w": 0, "b": 0})],
+    ),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
     default=_default,

@@ -61,7 +61,7 @@ class Elementwise(Pair):
             save=save_result if keeps_result else None,
             residuals=given_arguments if keeps_result else None,
             name=name,
-            batch_axes=_of_full_rank,
+            batch_axes=_axes,
             unsupported=checks.unsupported,
             default=default,
             default_vjp=default_vjp,
@@ -129,9 +129,14 @@ def _in_dtypes_of(arrays, gradients):
     return in_dtypes_of(arguments if len(arguments) > 1 else arguments[0], gradients)
 
 
-def _of_full_rank(dy, *arrays):
-    is_divided = (a.ndim == dy.ndim and a.shape[:1] == dy.shape[:1] for a in arrays)
-    return Axes({"dy": 0, "arrays": [0 if divided else None for divided in is_divided]})
+def _axes(dy, *arrays):
+    def of(axis):
+        aligned = (axis - dy.ndim if axis >= dy.ndim - a.ndim else None for a in arrays)
+        pairs = zip(arrays, aligned, strict=True)
+        divided = [None if i is None or a.shape[i] != dy.shape[i] else i + a.ndim for a, i in pairs]
+        return {"dy": axis, "arrays": divided}
+
+    return Axes(of(0), others=[Axes(of(axis)) for axis in range(1, dy.ndim)]) if dy.ndim else Axes({})
 
 
 def _in_shapes_of(arrays, gradients):

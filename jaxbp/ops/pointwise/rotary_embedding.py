@@ -88,10 +88,12 @@ def _gradient_kernel(dy, positions, *, frequencies, interleaved):
     return _apply_to_pairs(lambda dy1, dy2: elementwise(_rotate, dy1, dy2, cos, sin), dy, interleaved), None
 
 
-def _batch_axes(dy, positions):
-    if dy.ndim == 1:
-        return Axes({})
-    return Axes({"dy": 0, "positions": 0} if len(positions) == len(dy) else {"dy": 0})
+def _axes(dy, positions):
+    def of(axis):
+        return {"dy": axis} | ({"positions": axis} if positions.shape[axis] == dy.shape[axis] else {})
+
+    leading = range(dy.ndim - 1)
+    return Axes(of(0), others=[Axes(of(axis)) for axis in leading[1:]]) if leading else Axes({})
 
 
 _ROTARY_EMBEDDING = Pair(
@@ -100,7 +102,7 @@ _ROTARY_EMBEDDING = Pair(
     residuals=lambda x, positions, **options: (positions,),
     name="rotary_embedding",
     unsupported=checks.unsupported,
-    batch_axes=_batch_axes,
+    batch_axes=_axes,
     default=XLA_ON_GPU,
     sharded_like=lambda x, positions: x,
     jit=True,

@@ -185,6 +185,21 @@ def test_a_step_on_a_mesh_of_data_and_model_equals_a_step_on_one_device():
         assert kernel.sharding.shard_shape(kernel.shape)[axis] == kernel.shape[axis] // 4
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+def test_with_kernels_the_devices_of_a_model_gather_no_heads_and_no_hidden_features():
+    form, options = "gpt2", dict(implementation="pallas", dtype=jnp.bfloat16, num_layers=1)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    parameters = jax.device_put(parts(form, **options)[1], model_of(form, **options).shardings(mesh, "model"))
+    data = jax.device_put((TOKENS, TARGETS, SEGMENTS), NamedSharding(mesh, P("data")))
+    program = loss_and_gradients(form, **options).lower(parameters, *data).compile()
+    assert "all-gather" not in program.as_text()
+    loss, gradients = program(parameters, *data)
+    expected_loss, expected = results(form, **options | dict(implementation="xla"))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
+    pairs = zip(*map(jax.tree.leaves, (gradients, expected)), strict=True)
+    assert max(relative_error(*pair) for pair in pairs) < 3e-2
+
+
 def test_in_mixed_precision_parameters_and_gradients_are_float32():
     loss, gradients = results("llama", dtype=jnp.bfloat16)
     dtypes = {a.dtype.name for a in jax.tree.leaves((parts("llama", dtype=jnp.bfloat16)[1], gradients, loss))}

@@ -86,6 +86,42 @@ def test_a_device_may_need_a_multiple_of_examples(product):
         assert seen[-1] == (rows, 4)
 
 
+def test_further_axes_are_divided_by_other_axes_of_the_mesh_and_may_be_grouped():
+    seen = []
+
+    def formula(queries, keys, scale):
+        y = queries.reshape(*keys.shape, -1) * keys[..., None] * scale
+        return y.reshape(queries.shape), jnp.sum(keys, axis=1), scale * jnp.sum(keys, axis=0)
+
+    def kernel(*arrays):
+        seen.append([a.shape for a in arrays])
+        return formula(*arrays)
+
+    mesh = jax.make_mesh((2, 4), ("examples", "heads"), axis_types=(AxisType.Auto,) * 2)
+    arrays, specs = normal((4, 8), (4, 4), ()), (P("examples", "heads"), P("examples", "heads"), P())
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+    heads = Axes({"queries": 1, "keys": 1})
+    run = jax.jit(differentiable(kernel, formula, Axes({"queries": 0, "keys": 0}, others=[heads])))
+    found = run(*placed)
+    assert seen[-1] == [(2, 2), (2, 1), ()]
+    assert [a.sharding.spec for a in found] == [P("examples", "heads"), P("examples"), P("heads")]
+    assert_close(found, formula(*arrays), "float32")
+    # One mesh axis divides only one set of axes.
+    diagonal = jax.device_put(arrays[0], NamedSharding(mesh, P("heads"))), placed[1], placed[2]
+    assert_close(run(*diagonal), formula(*arrays), "float32")
+
+
+def test_results_that_do_not_depend_on_the_divided_axis_are_not_summed():
+    def formula(x, w):
+        return x @ w, jnp.sum(x, axis=1)
+
+    axes = Axes({"x": 0}, others=[Axes({"w": 1}, sums=False)])
+    x, w = normal((4, 5), (5, 16))
+    found = jax.jit(differentiable(formula, formula, axes))(on_mesh(x), on_mesh(w, None, "examples"))
+    assert found[0].sharding.spec == P(None, "examples")
+    assert_close(found, formula(x, w), "float32")
+
+
 def test_an_unknown_argument_is_refused(product):
     kernel, formula, _ = product
     x, w = normal((16, 4), (4, 3))
@@ -231,6 +267,40 @@ def test_features_may_be_divided_over_explicit_axes(case):
     assert_close(found, values_and_gradients(*arrays), "float32")
     assert y.sharding.spec == P(*specs[0][: y.ndim])
     assert [g.sharding.spec for g in gradients] == specs[: len(gradients)]
+
+
+POSITIONS = jnp.arange(6)[None, :, None]
+X, ROW, OUTPUTS = P("examples", None, "model"), P("model"), P("model", None)
+DIVIDED_IN_KERNELS = {
+    "gelu": (jaxbp.gelu, [(4, 6, 8)], [X]),
+    "an array that is broadcast": (jaxbp.divide, [(4, 6, 8), (6, 1)], [X, P()]),
+    "gated_linear_unit": (jaxbp.gated_linear_unit, [(4, 6, 8)] * 2, [X, X]),
+    "rotary_embedding": (lambda x, **of: jaxbp.rotary_embedding(x, POSITIONS, **of), [(4, 6, 2, 8)], [X]),
+    "outputs of linear": (jaxbp.linear, [(4, 6, 8), (10, 8), (10,)], [P("examples"), OUTPUTS, ROW]),
+    "inputs of linear": (jaxbp.linear, [(4, 6, 8), (10, 8), (10,)], [X, P(None, "model"), P()]),
+    "outputs of layer_norm_linear": (
+        jaxbp.layer_norm_linear,
+        [(4, 6, 8), (8,), (8,), (10, 8), (10,)],
+        [P("examples"), P(), P(), OUTPUTS, ROW],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED_IN_KERNELS)
+def test_kernels_do_not_gather_features_and_heads(case):
+    op, shapes, specs = DIVIDED_IN_KERNELS[case]
+    mesh = jax.make_mesh((4, 2), ("examples", "model"), axis_types=(AxisType.Auto,) * 2)
+    arrays = normal(*shapes)
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+
+    @jax.jit
+    def values_and_gradients(*arrays):
+        y, vjp = jax.vjp(functools.partial(op, implementation="pallas"), *arrays)
+        return y, *vjp(jnp.sin(y))
+
+    program = values_and_gradients.lower(*placed).compile()
+    assert "all-gather" not in program.as_text()
+    assert_close(program(*placed), values_and_gradients(*arrays), "float32")
 
 
 def test_gradients_of_overlapping_windows_work_if_a_mesh_divides_the_image():

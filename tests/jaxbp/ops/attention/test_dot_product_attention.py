@@ -381,8 +381,8 @@ AUTO, EXPLICIT, BY_BOTH = AxisType.Auto, AxisType.Explicit, P("examples", None, 
         ("xla", (4, 2), AUTO, BY_BOTH),
         ("xla", (4, 2), EXPLICIT, BY_BOTH),
         ("autodiff", (4, 2), AUTO, BY_BOTH),
-        ("pallas", (8, 1), AUTO, P("examples")),
-        ("pallas", (8, 1), EXPLICIT, P("examples")),
+        ("pallas", (4, 2), AUTO, BY_BOTH),
+        ("pallas", (4, 2), EXPLICIT, BY_BOTH),
     ],
 )
 def test_on_a_mesh_each_device_has_its_examples_and_heads(implementation, sizes, axes, spec):
