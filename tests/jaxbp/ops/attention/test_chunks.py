@@ -26,8 +26,15 @@ def test_the_memory_of_forward_and_backward_is_linear_in_the_length(dtype, lengt
 
 @pytest.mark.parametrize(
     ("options", "visited"),
-    [({}, 36), (dict(is_causal=True), 21), (dict(local_window_size=(4, 0)), 11), (dict(key_value_seq_lengths=[9]), 18)],
-    ids=["all", "causal", "window", "lengths"],
+    [
+        ({}, 36),
+        (dict(is_causal=True), 21),
+        (dict(local_window_size=(4, 0)), 11),
+        (dict(key_value_seq_lengths=[9]), 18),
+        (dict(segment_ids=[np.arange(24) // 9]), 20),
+        (dict(segment_ids=[np.arange(24) % 9]), 34),
+    ],
+    ids=["all", "causal", "window", "lengths", "segments", "segments out of order"],
 )
 def test_tiles_without_a_valid_pair_are_skipped_in_the_forward_and_both_passes_of_the_backward(
     options, visited, monkeypatch

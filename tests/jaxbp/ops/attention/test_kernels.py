@@ -1,6 +1,8 @@
 """The connection of the op to its kernels. The kernels' own tests cover their options."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +35,12 @@ def value_and_gradients(implementation, wanted=4, **options):
 
 
 @can_simulate
-@pytest.mark.parametrize(("features", "value_features", "dtype"), [(64, 64, "float16"), (192, 128, "bfloat16")])
+@pytest.mark.parametrize(
+    ("features", "value_features", "dtype"), [(64, 64, "bfloat16"), (128, 128, "float16"), (192, 128, "bfloat16")]
+)
 def test_the_simulator_finds_the_results_and_gradients_of_the_kernels_right(features, value_features, dtype):
-    shapes = (1, 100, 2, features), (1, 150, 1, features), (1, 150, 1, value_features), (2, 1, 150)
+    # The tests of each kernel have the same heads with the other dtype.
+    shapes = (1, 200, 2, features), (1, 200, 1, features), (1, 200, 1, value_features), (2, 1, 200)
     arrays = [a.astype(dtype) for a in normal(*shapes)]
     options = dict(is_causal=True, softcap=3.0)
     expected = in_float64(value_and_gradients("autodiff", **options), *arrays)
@@ -70,6 +75,14 @@ def test_on_cuda_kernels_compute_the_results_and_gradients(features, value_featu
     program = cuda_program(value_and_gradients("pallas"), *structs(features, value_features, dtype))
     assert [program.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1, 1, 1, 1]
     assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_no_array_has_all_scores_also_with_the_gradient_of_a_bias_that_all_examples_share(implementation, on_hopper):
+    q, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((384, 384, 4, 32), (4, 384, 384)))
+    program = cuda_program(value_and_gradients(implementation), q, q, q, bias)
+    sizes = [math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<((?:\d+x)+)", program)]
+    assert 384 * 384 * 4 * 32 <= max(sizes) < 384 * 4 * 384 * 384 / 10
 
 
 def test_a_result_without_gradients_takes_one_kernel_and_no_other_product(on_hopper):
