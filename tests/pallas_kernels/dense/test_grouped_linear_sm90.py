@@ -96,6 +96,21 @@ def test_the_simulator_finds_gradients_of_weights_right(shape, offsets, config):
             np.testing.assert_array_equal(dw, x[rows].T.astype(np.float32) @ dy[rows].astype(np.float32))
 
 
+@can_simulate
+def test_vmap_maps_them():
+    both = [0, 30, 30, 70], [5, 6, 26, 69]
+    x, w, bias, dy = map(np.stack, zip(*(arrays(70, 64, 72, offsets) for offsets in both), strict=True))
+
+    def run(x, w, bias, dy, ranges):
+        return kernels.product(x, w, bias, ranges), kernels.weights_gradient(x, dy, ranges, dtype=jnp.float32)
+
+    y, dw = simulate(jax.vmap(run), x, w, bias, dy, jnp.stack(list(map(ranges_of, both))))
+    for i, offsets in enumerate(both):
+        np.testing.assert_array_equal(y[i], expected(x[i], w[i], bias[i], offsets))
+        for g, rows in enumerate(rows_of(offsets)):
+            np.testing.assert_array_equal(dw[i, g], x[i, rows].T.astype(np.float32) @ dy[i, rows].astype(np.float32))
+
+
 def structs(rows, groups, inputs, outputs, dtype="bfloat16"):
     shapes = (rows, inputs), (groups, inputs, outputs), (groups, outputs), (rows, outputs)
     return *(jax.ShapeDtypeStruct(s, dtype) for s in shapes), jax.ShapeDtypeStruct((groups, 2), "int32")

@@ -52,6 +52,16 @@ def test_the_simulator_finds_the_results_and_gradients_of_the_kernels_right(feat
 
 
 @can_simulate
+def test_vmap_maps_the_kernels():
+    arrays = [a.astype("bfloat16") for a in normal((2, 1, 70, 2, 64), *[(2, 1, 70, 1, 64)] * 2)]
+    mapped = lambda implementation: jax.vmap(value_and_gradients(implementation, wanted=3, is_causal=True))  # noqa: E731
+    expected = in_float64(mapped("autodiff"), *arrays)
+    with on_the_cpu(), targeting(HOPPER), simulated():
+        found = jax.block_until_ready(jax.jit(mapped("pallas"))(*arrays))
+    assert all(relative_error(*pair) <= 1e-2 for pair in zip(found, expected, strict=True))
+
+
+@can_simulate
 def test_a_saturated_softmax_keeps_the_digits_of_the_gradient_of_queries():
     q, k, v, dy = (a.astype("bfloat16") for a in normal(*[(1, 128, 1, 64)] * 4))
     q, k = 4 * q, 4 * k
