@@ -35,7 +35,7 @@ from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code
 from experiments.studies import parser_of, write_rows
 from experiments.training import devices
-from experiments.training.compiled import FLAGS, compiled_classifier
+from experiments.training.compiled import c_compiler, compiled_classifier
 from experiments.training.loop import prepare
 from experiments.training.reports.automaton import life, trials
 from experiments.training.reports.logic import relaxed_predictions, samples_per_second
@@ -136,16 +136,6 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
             figures["c_accuracy"] = float(np.mean(classes == dataset.test_labels))
             figures["c_samples_per_second"] = samples_per_second(classify, bits)
     return figures
-
-
-def c_compiler() -> dict[str, str]:
-    cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
-    found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
-    named = {"processor": found[1]} if found else {}
-    if compiler:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        named["compiler"] = f"{version.splitlines()[0]}, {next(flag for flag in FLAGS if flag.startswith('-O'))}"
-    return named
 
 
 if __name__ == "__main__":

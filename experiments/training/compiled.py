@@ -1,4 +1,5 @@
 import ctypes
+import re
 import shutil
 import subprocess
 import tempfile
@@ -64,6 +65,16 @@ def measured(measure: Callable[[str, Path], float]) -> float | None:
     except (OSError, MemoryError, subprocess.SubprocessError) as error:
         warn_of_failure("the speed of the compiled C code", error)
         return None
+
+
+def c_compiler() -> dict[str, str]:
+    cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
+    found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
+    named = {"processor": found[1]} if found else {}
+    if compiler:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        named["compiler"] = f"{version.splitlines()[0]}, {next(flag for flag in FLAGS if flag.startswith('-O'))}"
+    return named
 
 
 def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:

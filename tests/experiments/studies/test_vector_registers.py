@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,16 +13,22 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C c
 
 
 def test_the_result_file_has_the_speed_and_the_flags(tmp_path, monkeypatch, capsys):
-    config = dataclasses.replace(LogicConfig(), layers=1, gates=1200)
+    config = dataclasses.replace(LogicConfig(), layers=1, gates=1200, initialization="normal")
     monkeypatch.setattr(vector_registers, "load", lambda path: (config, config.build(jax.random.key(0))[0]))
+    metrics = SimpleNamespace(test_accuracy=0.75)
+    monkeypatch.setattr(vector_registers, "read_metrics", lambda path: [metrics])
     # A processor may lack the larger registers.
     monkeypatch.setattr(vector_registers, "MACHINES", {128: "x86-64"})
     monkeypatch.setattr(vector_registers, "WORDS", 64)
     file = tmp_path / "speeds.json"
-    assert vector_registers.main(["run", "--json", str(file)]) == 0
-    (row,) = json.loads(file.read_text())["rows"]
+    assert vector_registers.main(["run", "run", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["compiler"].endswith("-O3")
+    row, other = report["rows"]
+    assert other["gate_count"] == row["gate_count"] > 0
+    assert row["settings"]["gates"] == 1200 and row["test_accuracy"] == 0.75
     assert row["vector_bits"] == 128 and row["flags"] == "-march=x86-64 -mprefer-vector-width=128"
-    assert f"128 bits: {row['samples_per_second']:,.0f} samples/s" in capsys.readouterr().out
+    assert f"128 bits: {other['samples_per_second']:,.0f} samples/s" in capsys.readouterr().out
     assert row["samples_per_second"] > 1000
 
 
