@@ -21,7 +21,7 @@ from jaxbp.logic.circuits.bits import WORD_BITS
 
 MACHINES = {128: "x86-64", 256: "x86-64-v3", 512: "x86-64-v4"}
 """The value of the compiler's option -march for each size of vector registers, in bits."""
-WORDS, ROUNDS = 4096, 5
+WORDS, ROUNDS = 4096, 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
