@@ -202,16 +202,17 @@ def parse(args: Sequence[str], program: str = PROGRAM) -> Command:
 def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
-    options.add_argument("--run-dir", "--run_dir", type=lambda path: with_home(Path(path)), nargs="?")
+    options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
     options.add_argument("-h", "--help", action="store_true")
     found, _ = options.parse_known_args(args)
     if not found.resume or found.help:
         return None
     if found.run_dir is None:
         raise UserError("resume is True; wants run_dir as well, the directory of the run")
-    saved, name = run_directory.saved_config(found.run_dir), args[0]
+    run_dir = with_home(found.run_dir)
+    saved, name = run_directory.saved_config(run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
-        raise UserError(f"run_dir is {found.run_dir}, which holds a run of {saved.name}; wants a run of {name}")
+        raise UserError(f"run_dir is {run_dir}, which holds a run of {saved.name}; wants a run of {name}")
     return dataclasses.replace(saved, resume=True)
 
 

@@ -71,6 +71,7 @@ MISTAKES = {
     "batch of more than the training set": (["--batch-size", "1438"], "batch_size is 1438; wants at most 1437"),
     "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is not in nowhere"),
     "occupied run directory": (["--run-dir", "."], "run_dir is ., which is not empty"),
+    "no home folder": (["--run-dir", "~no_such_user/a"], "wants a path without ~"),
     "no run to resume": (["--resume"], "resume is True; wants run_dir as well"),
 }
 
