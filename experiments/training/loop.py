@@ -53,6 +53,8 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> PreparedTraining:
             )
     mesh = devices.mesh_of(config)
     steps_per_epoch = min(examples // config.batch_size, config.steps_per_epoch or examples)
+    if config.epochs > (most := np.iinfo(np.int32).max // steps_per_epoch):
+        raise UserError(f"epochs is {config.epochs}; wants at most {most}, because the step is an int32")
     init_key, shuffle_key = jax.random.split(jax.random.key(config.seed))
     model, loss = config.build(init_key)
     params, train_loss = split(model, loss)

@@ -162,6 +162,11 @@ def test_a_batch_larger_than_the_training_set_is_refused(toy_config):
         training.prepare(toy_config(batch_size=101), toy_config().load())
 
 
+def test_more_steps_than_an_int32_can_count_are_refused(toy_config):
+    with pytest.raises(ValueError, match="epochs is 429496730; wants at most 429496729"):
+        training.prepare(toy_config(batch_size=20, epochs=429496730), toy_config().load())
+
+
 @pytest.fixture
 def any_input(monkeypatch):
     monkeypatch.setattr(training, "MOST_INPUT", np.inf)
