@@ -54,6 +54,7 @@ class Range(NamedTuple):
         return f"of at least {self.least}" if math.isinf(self.most) else f"from {self.least} to {self.most}"
 
 
+MOST_CHARACTERS = 4096
 FILES_OF_DATA = frozenset({"data", "data_dir", "target", "text"})
 FIELDS_WITHOUT_EFFECT = FILES_OF_DATA | {"run_dir", "resume", "devices", "tensor_parallel"}
 """Settings that change results by rounding at most. Other data are noticed by their checksum."""
@@ -184,6 +185,8 @@ class TrainingConfig:
             wanted = f"{'a whole' if int in kinds else 'a finite'} number {limits}"
             self._check(name, matches(value, kind) and limits.has(value), wanted)
         self._check(name, matches(value, kind), f"a value of type {described(kind)}")
+        is_long = isinstance(value, str | Path) and len(str(value)) > MOST_CHARACTERS
+        self._check(name, not is_long, f"at most {MOST_CHARACTERS} characters")
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:

@@ -366,6 +366,7 @@ HOSTILE = {
     "more than 64 bits": ("learning_rate", 10**400, "learning_rate is 1000.*000; wants a finite number above 0"),
     "a control sequence": ("experiment", "\x1b[31mred", r"an unknown experiment, '\\x1b\[31mred'; wants"),
     "a long text": ("precision", "x" * 10**5, r"precision is 'x{12}\.\.\.x{13}'; wants one of"),
+    "a long path": ("run_dir", "x" * 10**5, r"run_dir is PosixPath.*\.\.\..*; wants at most 4096 characters"),
     "a long name": ("y" * 10**5, 1, r"no setting 'y{12}\.\.\.y{13}'; wants the version"),
 }
 
