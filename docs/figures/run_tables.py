@@ -1,5 +1,6 @@
 """Tables of training runs, studies over seeds, profiles, checks, runs on several devices, and tested versions."""
 
+import itertools
 import json
 import math
 import re
@@ -159,7 +160,7 @@ def gates(reports: Reports) -> str:
     found: dict[int, dict[str, list[float]]] = {}
     for row in all_rows(reports):
         words = shlex.split(row["settings"])
-        options = dict(zip(words, words[1:], strict=False))
+        options = dict(itertools.pairwise(words))
         wires = "learned" if options["--wiring"] == "learned" else "fixed"
         kind = f"{wires} wires, {options.get('--arity', 2)} inputs"
         of_size = found.setdefault(int(options["--gates"]) * int(options["--layers"]), {})

@@ -269,10 +269,13 @@ def _our_rows(cases, compiler, accuracy_of, keep_going):
     count = 1
     while waiting and keep_going():
         compiled, started = [], time.monotonic()
-        while waiting and len(compiled) < count and (not compiled or keep_going()):
+        while waiting and len(compiled) < count:
             case, name = waiting.popleft()
             with jax.default_matmul_precision(case.settings.precision):
                 compiled += [(case, name)] * case.submit(name, compiler)
+            # Python lowers a large program for seconds.
+            if not keep_going() or time.monotonic() - started > COMPILING_SECONDS:
+                break
         for case, name in compiled:
             with jax.default_matmul_precision(case.settings.precision):
                 case.submit_others(name, compiler, accuracy_of(case))

@@ -104,6 +104,23 @@ def test_the_programs_that_are_timed_are_submitted_first(workload_at, monkeypatc
     assert [count for name, count in groups if name == "timed"] == [1, 2]
 
 
+def test_a_group_of_rows_ends_when_lowering_took_as_long_as_compiling_may(workload_at, monkeypatch):
+    durations, now = iter([1.0, *itertools.repeat(3.0, 4)]), [0.0]
+
+    def submit(*_):
+        now[0] += next(durations)
+        return True
+
+    monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rows, "COMPILING_SECONDS", 5.0)
+    monkeypatch.setattr(Case, "submit", submit)
+    monkeypatch.setattr(Case, "submit_others", lambda *_: None)
+    monkeypatch.setattr(Case, "rows", lambda self, names: [names])
+    settings = Settings(list("abcde"), {}, "best", "float32", "default", 1e-3, True, {})
+    groups = list(measured_rows([Case(workload_at("relu_backward", "relu4"), 2, settings)], lambda: True))
+    assert groups == [["a"], ["b", "c"], ["d", "e"]]
+
+
 def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch, capsys):
     def right(task):
         dy, logits, labels = task.small
