@@ -419,6 +419,12 @@ def test_ratios_list_what_is_outside_of_the_band(book):
     assert cells(text)[1:] == [["b work, batch 128", "20", "10", "2.00x"]]
 
 
+def test_a_workload_that_was_timed_again_counts_once_in_the_ratios(book):
+    of = lambda time: report(row(implementation="None", microseconds=time), row(implementation="autodiff"))  # noqa: E731
+    text = book("ratios old new high=1.05", old=of(20.0), new=of(10.0))
+    assert "in 1 of 1 workloads" in text and not cells(text)
+
+
 def test_trainings_have_a_line_each(book):
     run = report() | {
         "command": "python -m experiments.train lenet --epochs 3 --json docs/results/mnist-a.json",

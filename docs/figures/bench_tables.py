@@ -61,8 +61,10 @@ def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Show the time of `None` divided by the time of autodiff, if it is below `low` or above `high`."""
-    found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
+    """Show the time of `None` divided by the time of autodiff, if it is below `low` or above `high`. Of a workload with
+    several runs, the last report counts."""
+    newest = dict(works_of(all_rows(reports)))
+    found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in newest.items()]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
     band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
