@@ -116,10 +116,10 @@ def main(args: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         if devices.available() > 1:
             print(f"training on {config.devices} of {devices.available()} devices{reason}", flush=True)
         metrics = train(config, program)
+        print(_result(config, metrics), flush=True)
         if path is not None:
             said = shlex.join([*program.split(), *args])
             keep(result(said, config, run_directory.read_metrics(config.run_dir)), path)
-        print(_result(config, metrics))
         return 0
 
     def run():

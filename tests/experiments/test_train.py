@@ -439,6 +439,14 @@ def test_a_report_that_fails_loses_nothing_else(tmp_path, monkeypatch, capsys):
     assert result.is_file() and (run_dir / "circuit.c").is_file() and not (run_dir / "files.sha256").exists()
 
 
+def test_a_result_that_cannot_be_written_is_printed(run, monkeypatch, capsys):
+    monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
+    assert run("toy", "--epochs", "1", "--json", "/dev/full") == 1
+    output = capsys.readouterr()
+    assert "\ntest accuracy" in output.out
+    assert output.err == "error: /dev/full: No space left on device\n"
+
+
 def test_a_clock_that_stands_still_ends_no_run(run, monkeypatch):
     monkeypatch.setattr(pictures, "curves", lambda *_: b"\x89PNG")
     monkeypatch.setattr(loop.time, "perf_counter", lambda: 1.0)
