@@ -31,7 +31,7 @@ from pallas_kernels.core.arrays import has_explicit_axes, on_no_mesh, unify_vary
 from pallas_kernels.core.body_errors import explained
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import quotient, remainder
-from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.mosaic import plgpu, query_ptxas_once
 from pallas_kernels.core.simulator import interpreting, simulating
 from pallas_kernels.core.source_lines import recording_lines
 
@@ -286,6 +286,7 @@ mlir.register_lowering(_launch_p, _lower_elsewhere)
 
 
 def _lower_for_cuda(context, *arrays, name, cuda, **_):
+    query_ptxas_once()
     try:
         ahead = compiles_ahead(context.module_context)
         function = compiled_ahead(cuda, context.avals_in) if ahead else cuda

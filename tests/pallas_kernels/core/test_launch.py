@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.mosaic import query_ptxas_once
 from pallas_kernels.core.simulator import simulated
 
 ROOT = Path(__file__).parents[3]
@@ -74,6 +76,21 @@ def test_a_body_traced_under_x64_has_its_types_where_it_is_lowered_outside():
         program = jax.jit(lambda x: run(body, x)).trace(x)
     program.lower(lowering_platforms=("cuda",))
     assert types == [jnp.float64]
+
+
+def test_conversions_to_and_from_few_bits_ask_for_the_version_of_ptxas_once(monkeypatch):
+    asked = []
+    extension = SimpleNamespace(_get_ptxas_isa_version=lambda: asked.append("version") or 90)
+    library = "jax.experimental.mosaic.gpu.fragmented_array.mgpu_lib"
+    monkeypatch.setattr(library, SimpleNamespace(_mosaic_gpu_ext=extension), raising=False)
+    query_ptxas_once.cache_clear()
+
+    def body(x_ref, y_ref, *, i):
+        y_ref[i, FIRST] = x_ref[i, FIRST].astype(jnp.int8).astype(jnp.float32)
+
+    cuda_program(lambda x: run(body, x), rows().astype(jnp.int32))
+    query_ptxas_once.cache_clear()
+    assert asked == ["version"]
 
 
 def test_a_weak_type_does_not_change_what_a_body_computes():
