@@ -79,10 +79,11 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
             def add_channel(c, sums):
                 sums = dict(zip(windows_by_channel, sums, strict=True))
+                image_columns = [q * S + j for j in range(G + windows * S - 1)]
                 patch = {
-                    (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
-                    for i in range(F + R - 1)
-                    for j in range(G + windows * S - 1)
+                    (i, j): x[c, image_row, image_column, lanes].astype(jnp.float32)
+                    for i, image_row in enumerate([p * R + i for i in range(F + R - 1)])
+                    for j, image_column in enumerate(image_columns)
                 }
                 for u, v, o in itertools.product(range(F), range(G), range(channels)):
                     weight = w[k * channels + o, c, u, v]

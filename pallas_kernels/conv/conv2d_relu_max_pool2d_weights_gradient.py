@@ -127,10 +127,11 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
         def add_unit(n, sums):
             row, q = quotient(n, steps), remainder(n, steps) * windows
             p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
+            image_rows = [p * R + i for i in range(F + R - 1)]
             patch = {
-                (i, j): x[c, p * R + i, q * S + j, lanes].astype(jnp.float32)
-                for j in range(G + windows * S - 1)
-                for i in range(F + R - 1)
+                (i, j): x[c, image_row, image_column, lanes].astype(jnp.float32)
+                for j, image_column in enumerate([q * S + j for j in range(G + windows * S - 1)])
+                for i, image_row in enumerate(image_rows)
             }
             weights, biases = list(sums[:taps]), list(sums[taps:])
             for n, o in itertools.product(range(windows), range(channels)):
