@@ -168,7 +168,7 @@ class MixtureOfExperts(nnx.Module):
         gate, up = jnp.split(grouped_linear(rows, gate_up, sizes, gate_up_bias, **options), 2, axis=-1)
         hidden = gated_linear_unit(gate, up, self.activation, implementation=self.implementation)
         rows = grouped_linear(hidden, down, sizes, down_bias, **options)
-        rows = _SELECT(rows, inverse, order, copies=1, **by_formula).reshape(*routing.weights.shape, -1)
+        rows = _SELECT(rows, inverse, order, copies=1, **by_formula).reshape(*routing.weights.shape, *x.shape[1:])
         y = jnp.sum(routing.weights[..., None] * rows.astype(routing.weights.dtype), axis=1)
         return y.astype(rows.dtype).reshape(inputs.shape), routing
 
