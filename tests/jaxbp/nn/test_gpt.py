@@ -70,7 +70,8 @@ def wrong_parameters(gradients, expected):
 
 
 @pytest.mark.parametrize(
-    ("form", "implementation"), [("llama", "pallas"), ("llama", "xla"), ("gpt2", "xla"), ("gpt2", "autodiff")]
+    ("form", "implementation"),
+    [("llama", "pallas"), ("llama", "xla"), ("gpt2", "pallas"), ("gpt2", "xla"), ("gpt2", "autodiff")],
 )
 def test_the_gradient_of_every_parameter_agrees_with_float64(form, implementation):
     loss, gradients = results(form, implementation=implementation)
