@@ -119,7 +119,8 @@ class GPTBlock(nnx.Module):
     def _heads(self, x: Array, positions: Array) -> Array:
         """Return the packed queries, keys, and values of `dot_product_attention`."""
         heads = _normalized_linear(self.attention_norm, self.query_key_value, x)
-        heads = heads.reshape(*x.shape[:2], self.num_key_value_heads, -1, self.head_dim)
+        members = heads.shape[2] // (self.num_key_value_heads * self.head_dim)
+        heads = heads.reshape(*x.shape[:2], self.num_key_value_heads, members, self.head_dim)
         if self.rotary_base is None:
             return heads
         # A rotation by the angle 0 does not change a value.
@@ -264,13 +265,10 @@ class GPT(nnx.Module):
           segment_ids: integers, if a row has several documents. A token attends only to tokens of its segment.
           positions: by default, the positions in the row, or with `segment_ids`, in each run of equal ids.
         """
-        _check_tokens(tokens)
+        is_limited = positions is None and self.position_embed is not None
+        _check_tokens(tokens, self.position_embed.num_embeddings if is_limited else None, "max_length")
         if positions is None:
-            length = tokens.shape[1]
-            if self.position_embed is not None and length > self.position_embed.num_embeddings:
-                most = f"at most {self.position_embed.num_embeddings}, the max_length"
-                raise ValueError(f"GPT: tokens has {length} positions; wants {most}")
-            positions = _positions(length) if segment_ids is None else segment_positions(segment_ids)
+            positions = _positions(tokens.shape[1]) if segment_ids is None else segment_positions(segment_ids)
         x = self._embedded(tokens, positions)
         # `lax.scan` would compile faster, but would copy the residuals of all blocks into stacked arrays.
         for block in self.blocks:
@@ -320,7 +318,7 @@ class GPT(nnx.Module):
         The logits are equal to the logits of the whole text, up to rounding. They are NaN if the cache or the learned
         positions do not suffice.
         """
-        _check_tokens(tokens)
+        _check_tokens(tokens, cache.keys[0].shape[1], "length of the cache")
         positions = cache.index + _positions(tokens.shape[1])
         x, keys, values = self._embedded(tokens, positions), [], []
         for block, *kept in zip(self.blocks, cache.keys, cache.values, strict=True):
@@ -373,9 +371,11 @@ def _positions(length: int) -> Array:
     return jnp.arange(length, dtype=jnp.int32)[None]
 
 
-def _check_tokens(tokens: Any) -> None:
-    if jnp.ndim(tokens) != 2:
+def _check_tokens(tokens: Any, most: int | None = None, limit: str = "") -> None:
+    if jnp.ndim(checks.integers("GPT", "tokens", tokens)) != 2:
         raise ValueError(f"GPT: tokens has shape {jnp.shape(tokens)}; wants (batch, length)")
+    if most is not None and tokens.shape[1] > most:
+        raise ValueError(f"GPT: tokens has {tokens.shape[1]} positions; wants at most {most}, the {limit}")
 
 
 def _check(sizes: dict[str, int], choices: dict[str, tuple[Any, tuple]], max_length: int | None) -> bool:

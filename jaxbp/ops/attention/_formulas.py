@@ -23,14 +23,14 @@ def separate(q: Array, k: Array | None, v: Array | None) -> tuple[Array, Array, 
         return q, k, v
     # The gradient of `jnp.split` joins the parts in one pass. Slices would be padded and added.
     parts = jnp.split(q, [q.shape[-2] - 2, q.shape[-2] - 1], axis=-2)
-    return tuple(a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in parts)
+    return tuple(a.reshape(*a.shape[:-3], a.shape[-3] * a.shape[-2], a.shape[-1]) for a in parts)
 
 
 def as_given(k: Array | None, dq: Array, dk: Array, dv: Array) -> tuple[Array, Array | None, Array | None]:
     """Return the gradients of q, k, and v, with None for k and v if q is packed."""
     if k is not None:
         return dq, dk, dv
-    dq, dk, dv = (a.reshape(*dk.shape[:3], -1, dk.shape[3]) for a in (dq, dk, dv))
+    dq, dk, dv = (grouped(a, dk) for a in (dq, dk, dv))
     return jnp.concatenate([dq, dk, dv], axis=3), None, None
 
 

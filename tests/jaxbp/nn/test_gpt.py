@@ -256,3 +256,12 @@ def test_tokens_that_do_not_fit_are_refused():
         model(TEXT)
     with pytest.raises(ValueError, match=r"GPT\.init_cache: length is 0; wants an int of at least 1"):
         model.init_cache(1, 0)
+    with pytest.raises(ValueError, match="GPT: tokens has 9 positions; wants at most 4, the length of the cache"):
+        model.decode(TOKENS, model.init_cache(2, 4))
+    with pytest.raises(TypeError, match="GPT: tokens has dtype float32; wants integers"):
+        model(jnp.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_empty_batch_has_empty_logits(form):
+    assert nnx.eval_shape(lambda model: model(TOKENS[:0]), model_of(form)).shape == (0, LENGTH, VOCABULARY)

@@ -200,6 +200,12 @@ def test_packed_queries_keys_and_values_give_the_results_and_the_packed_gradient
     assert_close(of_one, dot_product_attention(PACKED, implementation=implementation)[0], "float32")
 
 
+@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+def test_an_empty_batch_may_be_packed(implementation):
+    y, vjp = jax.vjp(functools.partial(dot_product_attention, implementation=implementation), PACKED[:0])
+    assert y.shape == (0, T, N, H) and vjp(y)[0].shape == (0, *PACKED.shape[1:])
+
+
 @values
 def test_one_segment_per_position_of_both_is_segment_ids(implementation):
     options = dict(segment_ids=SEGMENTS[0], implementation=implementation)
