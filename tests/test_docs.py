@@ -411,6 +411,19 @@ def test_peers_have_a_column_each_after_the_library_and_the_fastest_is_bold(book
     assert line == ["a work, batch 128", "10", "**8**", "0.80x"]
 
 
+def test_models_have_a_line_per_implementation_and_peers_are_last(book):
+    figures = dict(tokens_per_second=2e5, model_flop_utilization=0.4, peak_bytes=2**31)
+    failed = dict.fromkeys(figures) | dict(failed="RuntimeError: out of memory", microseconds=None)
+    rows = row(implementation="Torch", peer="Torch") | figures, row(implementation="autodiff") | failed, row() | figures
+    head, *lines = cells(book("models run", run=report(*rows)))
+    assert head[2:] == ["µs", "tokens/s", "model FLOP utilization", "peak memory, MiB"]
+    assert [line[1:] for line in lines] == [
+        ["`autodiff`", "failed", "", "", ""],
+        ["`pallas`", "10", "200,000", "40%", "2,048"],
+        ["Torch", "10", "200,000", "40%", "2,048"],
+    ]
+
+
 def test_ratios_list_what_is_outside_of_the_band(book):
     pairs = [("a work", 10.0), ("b work", 20.0)]
     rows = [row(work, name, time) for work, time in pairs for name, time in (("None", time), ("autodiff", 10.0))]

@@ -3,7 +3,19 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from figures.cells import devices, floor, hoisted, link, markdown, mebibytes, microseconds, percent, temporaries, times
+from figures.cells import (
+    devices,
+    floor,
+    hoisted,
+    link,
+    markdown,
+    mebibytes,
+    microseconds,
+    number,
+    percent,
+    temporaries,
+    times,
+)
 from figures.measurements import (
     PREFERRED,
     Reports,
@@ -25,7 +37,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "products": ("products in: jaxbp / autodiff", lambda rows: both_products(library(rows), autodiff(rows))),
     "peer": ("speedup over best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
     "floor": ("jaxbp, % of roofline", lambda rows: floor(library(rows))),
-    "utilization": ("model FLOP utilization", lambda rows: percent(library(rows)["model_flop_utilization"])),
     "memory": ("temporary memory, MiB", lambda rows: temporaries(library(rows))),
     "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
@@ -51,6 +62,18 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
         [title, *times_of(group, names), *(cell(group) for _, cell in shown)]
         for title, (_, group) in zip(titles, groups, strict=True)
     ]
+    return markdown(head, lines)
+
+
+def models(reports: Reports) -> str:
+    """Return a table of the training steps of language models, with a line per implementation and peer."""
+    head = ["step", "implementation", "µs", "tokens/s", "model FLOP utilization", "peak memory, MiB"]
+    lines = []
+    for title, group in works_of(all_rows(reports)):
+        for name, row in sorted(group.items(), key=lambda pair: pair[1]["peer"] is not None):
+            rates = number(row["tokens_per_second"]), percent(row["model_flop_utilization"])
+            name = name if row["peer"] else f"`{name}`"
+            lines.append([title, name, microseconds(row), *rates, mebibytes(row["peak_bytes"])])
     return markdown(head, lines)
 
 
