@@ -42,9 +42,15 @@ DEFAULT = [
     "lenet@8192",
     "logic@128",
     "logic-large@1024",
+    "dot_product_attention:8192x16x128 causal@4/bfloat16",
+    "dot_product_attention:1024x12x64 causal@16/bfloat16",
+    "dot_product_attention:384x4x32 bias@384/bfloat16",
+    "grouped_linear:16384x8x4096x14336@16384/bfloat16",
+    "grouped_linear:65536x128x2048x768@65536/bfloat16",
 ]
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
-KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
+KERNELS = "_mosaic_gpu|gemm|nvjet|cutlass|xmma"
+"""Parts of the names of kernels. The names of jaxbp's kernels end with `_mosaic_gpu_kernel`."""
 SECONDS = 100
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {

@@ -1,12 +1,15 @@
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from experiments.output.errors import UserError
 from experiments.studies import profiles
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 FAKE = """#!{python}
 import sys
 assert sys.argv[-3:] == ["experiments.studies.profiles", "--run", "{workload}"]
@@ -30,6 +33,18 @@ def test_each_kernel_has_a_row(tmp_path, monkeypatch):
     assert (row["work"], row["dtype"], row["implementation"]) == ("relu_backward relu1, batch 2", "float32", "xla")
     assert (row["kernel"], row["microseconds"], row["registers"], row["dram"]) == ("relu_kernel", 1.5, 32, None)
     assert (row["waits_for"], row["waited_cycles"]) == ("long_scoreboard", 2.5)
+
+
+def test_ncu_sees_the_kernels_of_each_recorded_profile():
+    recorded = [json.loads(path.read_text())["rows"] for path in RESULTS.glob("profiles*.json")]
+    kernels = {row["kernel"] for rows in recorded for row in rows if "fusion" not in row["kernel"]}
+    assert len(kernels) > 30 and {kernel for kernel in kernels if not re.search(profiles.KERNELS, kernel)} == set()
+
+
+@pytest.mark.parametrize("text", profiles.DEFAULT)
+def test_the_default_workloads_are_in_the_bench(text):
+    asked = profiles.asked_for(text)
+    assert asked.batch in [batch for batches in asked.workload.batches for batch in batches]
 
 
 def test_a_workload_has_one_place_and_defaults():
