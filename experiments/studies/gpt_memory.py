@@ -1,0 +1,86 @@
+"""Find the largest batch and the longest rows of tokens with which a training step of the bench's language model fits.
+
+    python -m experiments.studies.gpt_memory --json docs/results/gpt-memory.json      # on a GPU
+
+Nothing runs: XLA states the memory of each compiled step. For PyTorch, `experiments.bench gpt:124M --batch N --peers
+PyTorch` shows whether a batch fits.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.gpt_workload import FLAX, GPT_WORKLOADS, SIZES, gpt_workload
+from experiments.bench.workloads import implementation
+from experiments.output.errors import UserError, exit_code
+from experiments.studies import parser_of, write_rows
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--place", choices=GPT_WORKLOADS, default="124M", help="the size of the model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--implementations", nargs="+", default=["None", FLAX])
+    parser.add_argument("--gib", type=float, help="the memory of the device; by default, what JAX may use")
+    given = parser.parse_args(args)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if given.gib is None else given.gib * 2**30
+    if limit is None:
+        raise UserError("this device does not state its memory; wants --gib")
+    fields = {"place": given.place, "dtype": given.dtype, "limit_bytes": int(limit)}
+    return write_rows("gpt_memory", args, fields, rows(given, limit), given.json)
+
+
+def rows(given: Any, limit: float) -> Iterator[dict[str, Any]]:
+    """Yield the largest batch of rows with the workload's length, and the largest length of one row."""
+    length, fields = GPT_WORKLOADS[given.place]
+    batch = max(fields["batches"][0] or (2,))
+    for name in given.implementations:
+        for what, start, step in (("batch", batch, max(batch // 8, 1)), ("length", length, length)):
+            sizes = {"batch": 1, "length": length}
+
+            def peak(size: int, name: str = name, sizes: dict = sizes, what: str = what) -> float:
+                return peak_bytes(given.place, name, given.dtype, **sizes | {what: size})
+
+            size, memory = largest(peak, start, step, limit)
+            yield {"implementation": name, **sizes, what: size, "largest": what, "peak_bytes": memory}
+
+
+def largest(peak: Callable[[int], float], start: int, step: int, limit: float) -> tuple[int, float]:
+    """Return the largest multiple of `step` whose peak is at most `limit`, and this peak, or (0, 0) if there is none.
+
+    The peak must grow with the size. The size is first doubled, beginning with `start`, a multiple of `step`. Then a
+    line between two sizes predicts the largest one.
+    """
+    fits, fails, size = (0, 0), None, start
+    while fails is None or fails[0] - fits[0] > step:
+        memory = peak(size)
+        fits, fails = ((size, memory), fails) if memory <= limit else (fits, (size, memory))
+        if fails is None:
+            size *= 2
+        else:
+            share = 0.5 if fails[1] == math.inf else (limit - fits[1]) / (fails[1] - fits[1])
+            predicted = fits[0] + (fails[0] - fits[0]) * share
+            size = min(max(int(predicted) // step * step, fits[0] + step), fails[0] - step)
+    return fits
+
+
+def peak_bytes(place: str, name: str, dtype: str, batch: int, length: int) -> float:
+    """Return the memory of one step, without its arguments, or infinity if XLA cannot compile it on this device."""
+    longer = {"max_length": length} if "max_length" in SIZES[place] else {}
+    workload = gpt_workload(place, **longer)
+    state, *tokens = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
+    tokens = [jax.ShapeDtypeStruct((batch, length), jnp.int32) for _ in tokens]
+    program = workload.chain(workload.named(name, dtype), 1, "autodiff" if name == FLAX else implementation(name))
+    try:
+        memory = jax.jit(program).lower(((state, *tokens),)).compile().memory_analysis()
+    except jax.errors.JaxRuntimeError:  # out of memory
+        return math.inf
+    return memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,45 @@
+import functools
+import json
+import math
+
+import jax
+import pytest
+
+from experiments.bench.gpt_workload import gpt_workload
+from experiments.output.errors import UserError
+from experiments.studies import gpt_memory
+
+
+def test_the_largest_batch_and_length_of_each_implementation_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt_memory, "peak_bytes", lambda place, name, dtype, batch, length: 2**20 * batch * length)
+    path = tmp_path / "found.json"
+    assert gpt_memory.main(["--place", "tiny", "--gib", "0.25", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    found = [(row["implementation"], row["largest"], row["batch"], row["length"]) for row in report["rows"]]
+    assert found == [(n, *sizes) for n in ("None", gpt_memory.FLAX) for sizes in (("batch", 8, 32), ("length", 1, 256))]
+    assert {row["peak_bytes"] for row in report["rows"]} == {report["limit_bytes"]} == {2**28}
+
+
+def test_the_peak_contains_the_state_of_the_optimizer_and_grows_with_both_sizes():
+    peak = functools.partial(gpt_memory.peak_bytes, "tiny", "xla", "float32")
+    state = jax.eval_shape(lambda: gpt_workload("tiny").draw(0, 1, "float32"))[0]
+    parameters = sum(a.size * 4 for a in jax.tree.leaves(state))
+    assert 3 * parameters < peak(1, 32) < peak(4, 32) < peak(4, 64)
+
+
+def test_the_largest_size_is_found_also_if_memory_is_not_linear():
+    tried = []
+
+    def peak(size):
+        tried.append(size)
+        return max(size**2, 30)
+
+    assert gpt_memory.largest(peak, 4, 2, 400) == (20, 400) and len(tried) < 8
+    assert gpt_memory.largest(peak, 4, 2, 20) == (0, 0)
+    assert gpt_memory.largest(lambda size: 7 * size, 4, 1, 1000) == (142, 994)
+    assert gpt_memory.largest(lambda size: size if size < 20 else math.inf, 4, 1, 1000) == (19, 19)
+
+
+def test_a_device_that_does_not_state_its_memory_is_refused():
+    with pytest.raises(UserError, match="does not state its memory; wants --gib"):
+        gpt_memory.main(["--place", "tiny"])
