@@ -179,7 +179,7 @@ def _along_axes(grid, indices):
 
 
 class _NeedsGPU(NotImplementedError):
-    pass
+    """The interpreter cannot run the kernel."""
 
 
 def _interpret(body, *arrays, structure, out, grid, name, scratch):
