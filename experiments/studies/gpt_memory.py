@@ -18,18 +18,22 @@ from experiments.bench.gpt_workload import FLAX, GPT_WORKLOADS, SIZES, gpt_workl
 from experiments.bench.workloads import implementation
 from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
+from jaxbp.pairing import IMPLEMENTATIONS
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--place", choices=GPT_WORKLOADS, default="124M", help="the size of the model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--implementations", nargs="+", default=["None", FLAX])
+    names = [*IMPLEMENTATIONS, "None", FLAX]
+    parser.add_argument("--implementations", nargs="+", choices=names, default=["None", FLAX])
     parser.add_argument("--gib", type=float, help="the memory of the device; by default, what JAX may use")
     given = parser.parse_args(args)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if given.gib is None else given.gib * 2**30
     if limit is None:
         raise UserError("this device does not state its memory; wants --gib")
+    if not 0 < limit < math.inf:
+        parser.error(f"--gib is {given.gib:g}; wants a finite number above 0")
     fields = {"place": given.place, "dtype": given.dtype, "limit_bytes": int(limit)}
     return write_rows("gpt_memory", args, fields, rows(given, limit), given.json)
 

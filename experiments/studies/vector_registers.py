@@ -41,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _main(config: VectorRegistersConfig, command: str) -> int:
     refuse_unwritable(config.json)
+    if not config.run_dirs:
+        raise UserError("run_dirs is empty; wants the directory of a run")
     if (compiler := shutil.which("gcc")) is None:
         raise UserError("gcc is not on PATH; wants gcc 12 or newer for x86-64")
     runs = [(run_dir, *load(run_dir)) for run_dir in config.run_dirs]

@@ -43,3 +43,17 @@ def test_the_largest_size_is_found_also_if_memory_is_not_linear():
 def test_a_device_that_does_not_state_its_memory_is_refused():
     with pytest.raises(UserError, match="does not state its memory; wants --gib"):
         gpt_memory.main(["--place", "tiny"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gib", "0"], "--gib is 0; wants a finite number above 0"),
+        (["--gib", "nan"], "--gib is nan; wants a finite number above 0"),
+        (["--gib", "1", "--implementations", "cudnn"], "invalid choice: 'cudnn'"),
+    ],
+)
+def test_invalid_arguments_are_refused(args, message, capsys):
+    with pytest.raises(SystemExit):
+        gpt_memory.main(["--place", "tiny", *args])
+    assert message in capsys.readouterr().err

@@ -47,3 +47,8 @@ def test_a_run_of_another_experiment_is_refused(toy_config, monkeypatch, capsys)
     monkeypatch.setattr(vector_registers, "load", lambda path: (toy_config(), None))
     assert vector_registers.main(["run"]) == 2
     assert "is a run of toy; wants a run of logic or logic-conv" in capsys.readouterr().err
+
+
+def test_no_run_is_refused(capsys):
+    assert vector_registers.main([]) == 2
+    assert "run_dirs is empty; wants the directory of a run" in capsys.readouterr().err
