@@ -103,7 +103,6 @@ _LUT_LAYER, _LUT_LAYER_BACKWARD = layer_ops(
     lambda dtables, logits, by, **options: gates.truth_tables_backward(dtables, logits, **options),
     _FORWARD,
     _GRADIENTS,
-    DefaultImplementation(gpu="xla"),  # nobody has timed the kernels beside the formula on a GPU
 )
 
 

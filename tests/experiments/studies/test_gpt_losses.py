@@ -1,16 +1,38 @@
 import json
 
+import numpy as np
+import pytest
+
 from experiments.studies import gpt_losses
 
 
 def test_implementations_train_alike_and_are_compared_with_the_first(tmp_path):
     path = tmp_path / "found.json"
-    args = ["--place", "tiny", "--batch", "2", "--steps", "4", "--dtype", "bfloat16", "--json", str(path)]
+    args = ["--place", "tiny", "--batch", "2", "--steps", "40", "--dtype", "bfloat16", "--json", str(path)]
     assert gpt_losses.main([*args, "--implementations", "autodiff", "xla"]) == 0
     report = json.loads(path.read_text())
     autodiff, xla = report["rows"]
     assert (autodiff["implementation"], xla["implementation"], report["place"]) == ("autodiff", "xla", "tiny")
-    assert len(xla["losses"]) == 4 and xla["losses"][3] < xla["losses"][0]
+    assert len(xla["losses"]) == 40 and sum(xla["losses"][-5:]) < sum(xla["losses"][:5])
     assert autodiff["difference"] == 0.0 < xla["difference"] < 1e-2
     expected = max(abs(a / b - 1) for a, b in zip(xla["losses"], autodiff["losses"], strict=True))
     assert abs(xla["difference"] - expected) < 1e-12
+
+
+def test_each_step_has_its_own_rows_of_text():
+    inputs, targets = gpt_losses._batches(length=32, batch=2, steps=50)
+    assert inputs.shape == targets.shape == (50, 2, 32)
+    np.testing.assert_array_equal(inputs[..., 1:][targets[..., :-1] == 10], 10)
+    assert len(np.unique(targets.reshape(100, 32), axis=0)) > 90
+
+
+@pytest.mark.parametrize("option", ["batch", "steps"])
+def test_sizes_below_1_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        gpt_losses.main([f"--{option}", "0"])
+    assert f"--{option} is 0; wants at least 1" in capsys.readouterr().err
+
+
+def test_too_many_steps_for_the_text_are_refused():
+    with pytest.raises(gpt_losses.UserError, match=r"rows of 32 bytes; wants 1,000,000"):
+        gpt_losses._batches(length=32, batch=1000, steps=1000)
