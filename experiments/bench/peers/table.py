@@ -177,26 +177,22 @@ def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compi
 
 
 def tokamax() -> Peer:
-    """tokamax's norms, with Triton kernels, its attention, with Mosaic GPU kernels, and its grouped products, with
-    both."""
+    """tokamax's norms, with Triton kernels, and its attention and grouped products, with Mosaic GPU kernels."""
     import tokamax
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()  # otherwise, tokamax parses this program's command line
 
     rms_norm = functools.partial(tokamax.layer_norm, offset=None, epsilon=EPS, subtract_mean=False)
-    attention = functools.partial(tokamax.dot_product_attention, implementation="mosaic")
+    with_mosaic = {
+        "dot_product_attention": functools.partial(tokamax.dot_product_attention, implementation="mosaic"),
+        "grouped_linear": functools.partial(tokamax.ragged_dot, implementation="mosaic"),
+    }
     forwards = {"layer_norm": functools.partial(tokamax.layer_norm, epsilon=EPS), "rms_norm": rms_norm}
     return on_jax(
         "tokamax",
         {op: {"default": forward} for op, forward in forwards.items()}
-        | {"dot_product_attention": {"Mosaic": attention}}
-        | {
-            "grouped_linear": {
-                "Mosaic": functools.partial(tokamax.ragged_dot, implementation="mosaic"),
-                "Triton": functools.partial(tokamax.ragged_dot, implementation="triton"),
-            }
-        },
+        | {op: {"Mosaic": forward} for op, forward in with_mosaic.items()},
     )
 
 

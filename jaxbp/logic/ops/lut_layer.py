@@ -26,7 +26,7 @@ from jaxbp.logic.ops._rows import (
     sums_over_examples,
 )
 from jaxbp.logic.wires.wires import Wires, WiresArgument
-from jaxbp.pairing import DefaultImplementation, Implementation, formula_and_kernel
+from jaxbp.pairing import Implementation, formula_and_kernel
 from jaxbp.pairing.gradients import in_dtypes_of
 from pallas_kernels.logic.lookup_tables import (
     interpolated,
