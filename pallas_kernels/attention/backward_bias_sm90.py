@@ -123,7 +123,7 @@ def backward_bias(
         ring = Ring(config.stages, copy, loaded, free=free)
 
         def for_each_tile(visit, carry):
-            """Call `carry = visit(step, masked, index, carry)` for each of the CTA's tiles that has a valid pair, and
+            """Call `carry = visit(step, flags, index, carry)` for each of the CTA's tiles that has a valid pair, and
             return the last `carry`. `step` counts these tiles from 0."""
 
             def consider(i, step_and_carry):
@@ -132,9 +132,7 @@ def backward_bias(
                 index = [a + b for a, b in zip(_unravel(position, summed), kept_index, strict=True)]
                 batch, _, row, tile = index
                 code = codes[batch if codes.shape[0] > 1 else 0, row, tile]
-                return lax.cond(
-                    code > 0, lambda: (step + 1, visit(step, code == 2, index, carry)), lambda: (step, carry)
-                )
+                return lax.cond(code >= 0, lambda: (step + 1, visit(step, code, index, carry)), lambda: (step, carry))
 
             count = jnp.minimum(steps_per_part, steps - part * steps_per_part)
             return lax.fori_loop(0, count, consider, (jnp.int32(0), carry))[1]
@@ -142,13 +140,13 @@ def backward_bias(
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            for_each_tile(lambda step, masked, index, _: ring.produce(step, *index), None)
+            for_each_tile(lambda step, flags, index, _: ring.produce(step, *index), None)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS[_CONSUMERS], action="increase")
 
-            def add(step, masked, index, total):
+            def add(step, flags, index, total):
                 batch, head, row, tile = index
                 ring.wait(step)
                 stage = ring.stage(step)
@@ -167,14 +165,14 @@ def backward_bias(
                 plgpu.commit_smem()
                 ring.release(step)
                 position = Tile(batch, head, row * rows + warpgroup * ROWS, tile * columns, one_tile)
-                s, factor, _ = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+                s, factor, _ = scores(s, masks, position, flags, scale=scale, softcap=softcap)
                 return total + jnp.exp2(s * factor - row_lse) * (dp - row_delta)
 
             total = plgpu.layout_cast(jnp.zeros(one_tile, jnp.float32), plgpu.Layout.WGMMA)
             store(sums.at[part, kept_tile, own], for_each_tile(add, total))
 
     q, k, v, do = map(aligned, (q, k, v, do))
-    visited, full = tiles_with_pairs(masks, keys, config.tile)
+    visited, flags = tiles_with_pairs(masks, keys, config.tile)
     queries, stages = ((config.stages, n, head_size) for n in config.tile)
     vectors = plgpu.SMEM((config.stages, rows), jnp.float32)
     sums = launch(
@@ -185,7 +183,7 @@ def backward_bias(
         do,
         *padded_statistics(lse, delta, rows),
         padded(masks, config.tile),
-        jnp.where(visited, 2 - full.astype(jnp.int32), 0),
+        jnp.where(visited, flags, -1),
         out=jax.ShapeDtypeStruct((config.parts, math.prod(kept), rows, columns), jnp.float32),
         grid={"kept_tile": math.prod(kept), "part": config.parts},
         warpgroups=_CONSUMERS + 1,

@@ -121,7 +121,7 @@ def backward_keys(
         ring = Ring(config.stages, copy, loaded, free=free)
 
         def for_each_visit(row, visit):
-            """Call `visit(step, query head, tile, masked)` for each query head that reads the row's key head, and each
+            """Call `visit(step, query head, tile, flags)` for each query head that reads the row's key head, and each
             tile of queries that the row visits. `step` is the number of the CTA's earlier visits."""
 
             def visit_head(member, _):
@@ -135,7 +135,7 @@ def backward_keys(
 
         def produce(row):
             kv_ring.produce(row.number, row)
-            for_each_visit(row, lambda step, head, tile, masked: ring.produce(step, row.batch, head, tile))
+            for_each_visit(row, lambda step, head, tile, flags: ring.produce(step, row.batch, head, tile))
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
@@ -157,11 +157,11 @@ def backward_keys(
         def along_queries(vector):
             return lax.broadcast_in_dim(load(vector, value_a_column()), one_tile, [1])
 
-        def probabilities(s, row, stage, query_head, tile, masked):
+        def probabilities(s, row, stage, query_head, tile, flags):
             """Return pᵀ, and pᵀ times the derivative of the softcap."""
             key = row.index * rows + first_row()
             position = Tile(row.batch, query_head, tile * queries, key, one_tile, query_axis=1)
-            s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+            s, factor, capped = scores(s, masks, position, flags, scale=scale, softcap=softcap)
             p = jnp.exp2(s * factor - along_queries(lse_stages.at[stage]))
             return p, p if capped is None else p * (1 - capped * capped)
 
@@ -181,12 +181,12 @@ def backward_keys(
         def cooperate(row, k_tile, v_tile, dk_sums, dv_sums):
             own = pl.ds(first_row(), ROWS)
 
-            def visit(step, query_head, tile, masked):
+            def visit(step, query_head, tile, flags):
                 ring.wait(step)
                 stage = ring.stage(step)
                 q, do = q_stages.at[stage], do_stages.at[stage]
                 s, dp = product(k_tile.at[own], q, (v_tile.at[own], do))
-                p, slope = probabilities(s, row, stage, query_head, tile, masked)
+                p, slope = probabilities(s, row, stage, query_head, tile, flags)
                 ds = slope * (dp - along_queries(delta_stages.at[stage]))
                 multiply_and_release(step, (dv_sums, p, do), (dk_sums, ds, q))
 
@@ -196,11 +196,11 @@ def backward_keys(
         def sum_values(row, k_tile, sums):
             """Compute pᵀ and dv, and hand pᵀ to the other consumer."""
 
-            def visit(step, query_head, tile, masked):
+            def visit(step, query_head, tile, flags):
                 ring.wait(step)
                 stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
                 (s,) = product(k_tile, q_stages.at[stage])
-                p, slope = probabilities(s, row, stage, query_head, tile, masked)
+                p, slope = probabilities(s, row, stage, query_head, tile, flags)
                 pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(p_free.at[buffer]))
                 p_buffers[buffer] = slope
                 plgpu.commit_smem()
@@ -213,7 +213,7 @@ def backward_keys(
         def sum_keys(row, v_tile, sums):
             """Compute dsᵀ and dk from pᵀ of the other consumer."""
 
-            def visit(step, query_head, tile, masked):
+            def visit(step, query_head, tile, flags):
                 ring.wait(step)
                 stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
                 (dp,) = product(v_tile, do_stages.at[stage])

@@ -156,7 +156,7 @@ def backward_queries(
             first_tile = first_tile.with_queries(masks)
 
             def add(sums, i):
-                tile, masked = row.visit(i)
+                tile, flags = row.visit(i)
                 v_step = 2 * (row.first_step + i)
                 k_step = v_step + 1
                 v, k = (buffers.at[ring.stage(step)] for step in (v_step, k_step))
@@ -184,7 +184,7 @@ def backward_queries(
                     return s[...], dp[...]
 
                 s, dp = pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * 2)
-                s, factor, capped = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+                s, factor, capped = scores(s, masks, position, flags, scale=scale, softcap=softcap)
                 p = jnp.exp2(s * factor - lax.broadcast_in_dim(row_lse, one_tile, [0]))
                 ds = p * (dp - lax.broadcast_in_dim(row_delta, one_tile, [0]))
                 if capped is not None:

@@ -150,7 +150,7 @@ def forward(
 
         def consume_tile(row, own, first_tile, i, carry):
             sums, largest, total = carry
-            tile, masked = row.visit(i)
+            tile, flags = row.visit(i)
             step = row.first_step + i
 
             def multiply(products):
@@ -162,7 +162,7 @@ def forward(
             s = pl.run_scoped(multiply, plgpu.ACC(one_tile, jnp.float32))
             k_ring.release(step)
             position = dataclasses.replace(first_tile, key=tile * keys)
-            s, factor, _ = scores(s, masks, position, masked, scale=scale, softcap=softcap)
+            s, factor, _ = scores(s, masks, position, flags, scale=scale, softcap=softcap)
             new_largest = jnp.maximum(largest, jnp.max(s, axis=1) * factor)
             # While all keys are masked, the largest score is -inf, and must not be subtracted from -inf.
             shift = jnp.where(new_largest == -jnp.inf, jnp.float32(0), new_largest)

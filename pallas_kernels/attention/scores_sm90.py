@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, Visits
+from pallas_kernels.attention.tiles import COMPARE_SEGMENTS, MOST_CONSTANTS, Masks, Visits
 from pallas_kernels.core import device
 from pallas_kernels.core.layouts import (
     OPERAND_BYTES,
@@ -37,6 +37,8 @@ HEADS = 32, 64, 128, 256
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers per thread, by the number of consumers. All threads of an SM share 65,536 (PTX ISA, setmaxnreg)."""
+_SORTED_ROUNDS = 4
+"""How many rounds of rows, one per CTA, are sorted by length. Their keys and values should fit into the L2 cache."""
 _TILE_ROWS = 8
 """Rows of a swizzled tile. Mosaic copies only between arrays of whole tiles."""
 
@@ -45,7 +47,7 @@ _TILE_ROWS = 8
 class Tile:
     """A tile of scores of shape `(queries, keys)`, or `(keys, queries)` if `query_axis` is 1.
 
-    Before a loop over tiles of the same queries, `with_queries` loads the intervals and segments of these queries.
+    Before a loop over tiles of the same queries, `with_queries` loads the intervals of these queries.
     """
 
     batch: Any
@@ -59,12 +61,13 @@ class Tile:
     def with_queries(self, masks: Masks) -> "Tile":
         return dataclasses.replace(self, loaded=self.queries(masks))
 
-    def queries(self, masks: Masks) -> list[Array | None]:
-        """For each query of the tile, return the first valid key, the end of the valid keys, and the segment, as three
-        vectors. The segments may be None."""
-        if self.loaded is not None:
-            return self.loaded
-        return [None if a is None else self._load(a, self.query, self.query_axis) for a in masks[:3]]
+    def queries(self, masks: Masks) -> list[Array]:
+        """For each query of the tile, return the first valid key and the end of the valid keys, as two vectors."""
+        return self.loaded or [self._load(a, self.query, self.query_axis) for a in (masks.first, masks.end)]
+
+    def same_segment(self, masks: Masks) -> Array:
+        queries = self._load(masks.query_segments, self.query, self.query_axis)
+        return self.along_queries(queries) == self.along_keys(masks.key_segments)
 
     def along_queries(self, values: Array) -> Array:
         return lax.broadcast_in_dim(values, self.shape, [self.query_axis])
@@ -144,7 +147,7 @@ class Row(NamedTuple):
       batch, head, index: the example, the head, and the index among the rows of tiles of the head.
       first_step: number of tiles that the CTA has visited before.
       count: number of tiles to visit.
-      visit: `visit(i)` returns the index of the i-th tile, and whether some of its pairs are masked.
+      visit: `visit(i)` returns the index of the i-th tile, and its flags (`tiles.tiles_with_pairs`).
     """
 
     number: Any
@@ -215,17 +218,19 @@ def rows_of(own: Any, read: Any, tiles: int, visits: Visits, *, last_first: bool
     the shape of `read`, such as the keys and the values. `width` is chosen so that what its heads read fits into half
     of the L2 cache.
 
-    If `persistent`, and the masks are known when JAX traces the program, each multiprocessor has one CTA.
+    If `persistent`, each multiprocessor has one CTA.
     """
     (batch, _, heads, head), (_, length, heads_read, _) = own.shape, read.shape
     shape, fewer_heads = (batch, heads, tiles), min(heads, heads_read)
     bytes_read = 2 * heads_read // fewer_heads * length * head * read.dtype.itemsize
     most = max(1, device.target().l2_bytes // 2 // bytes_read) * (heads // fewer_heads)
     rows = Rows(shape, largest_divisor(batch * heads, most), last_first)
-    if not (persistent and isinstance(visits.counts, np.ndarray) and math.prod(shape) <= MOST_CONSTANTS):
+    if not persistent:
         return rows
-    batches, _, indices = rows.at(np.arange(math.prod(shape)))
-    return rows._replace(schedule=_balanced(np.broadcast_to(visits.counts, (batch, tiles))[batches, indices]))
+    batches, _, indices = rows.at(np.arange(math.prod(shape), dtype=np.int32))
+    counts = visits.counts[batches if len(visits.counts) > 1 else 0, indices]
+    is_known = isinstance(counts, np.ndarray) and math.prod(shape) <= MOST_CONSTANTS
+    return rows._replace(schedule=_balanced(counts) if is_known else _dealt(counts))
 
 
 def _balanced(counts):
@@ -245,26 +250,44 @@ def _balanced(counts):
     return schedule
 
 
+def _dealt(counts):
+    """Return a `Rows.schedule` for numbers of tiles that are only known when the program runs. The longest rows of some
+    consecutive rounds come first. Each round begins with another CTA, so that all CTAs get long and short rows."""
+    rows = len(counts)
+    ctas = min(rows, device.target().multiprocessors)
+    rounds = -(-rows // (ctas * _SORTED_ROUNDS)) * _SORTED_ROUNDS
+    counts = jnp.pad(jnp.asarray(counts), (0, rounds * ctas - rows), constant_values=-1)
+    sorted_together = counts.reshape(-1, _SORTED_ROUNDS * ctas)
+    order = jnp.argsort(-sorted_together, axis=1, stable=True).astype(jnp.int32)
+    order += jnp.arange(0, rounds * ctas, _SORTED_ROUNDS * ctas, dtype=jnp.int32)[:, None]
+    # Of round r, the CTA c gets the row number `c + r * ctas // rounds`, modulo the CTAs.
+    number = (np.arange(ctas)[:, None] + np.arange(rounds) * ctas // rounds) % ctas
+    positions = order.reshape(rounds, ctas)[np.arange(rounds), number]
+    of_cta = counts[positions]
+    schedule = jnp.stack([positions, of_cta], axis=2)
+    numbers = jnp.broadcast_to(jnp.sum(of_cta >= 0, axis=1, dtype=jnp.int32)[:, None, None], (ctas, 1, 2))
+    return jnp.concatenate([numbers, schedule, jnp.zeros((ctas, 1, 2), jnp.int32)], axis=1)
+
+
 def row_visits(visits: Visits, batch: Any, row: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    """Return the number of tiles that a row of tiles visits, and a function from a step to the index of its tile and
-    whether the tile is masked."""
+    """Return the number of tiles that a row of tiles visits, and `Row.visit`."""
     example = batch if visits.visits.shape[0] > 1 else 0
 
     def visit(step):
         code = visits.visits[example, row, step]
         # In 64-bit mode, JAX would take a Python integer for an int64.
-        return lax.shift_right_logical(code, np.int32(1)), (code & np.int32(1)) == 1
+        return lax.shift_right_logical(code, np.int32(2)), code & np.int32(3)
 
     return visits.counts[example, row], visit
 
 
-def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: float, softcap: float | None) -> Any:
+def scores(products: Array, masks: Masks, tile: Tile, flags: Any, *, scale: float, softcap: float | None) -> Any:
     """Return scores, a factor to multiply them with, and the softcap's tanh or None. A masked pair has a score of
     -inf. The factor is separate, because `exp2(score * factor - lse)` is then one multiply-add and one exponential.
 
     Args:
       products: q kᵀ.
-      masked: whether some of the tile's pairs are masked.
+      flags: the tile's flags.
     """
     capped, factor = None, scale
     if softcap is not None:
@@ -275,20 +298,20 @@ def scores(products: Array, masks: Masks, tile: Tile, masked: Any, *, scale: flo
         products, factor = products * factor + tile.elements(masks.bias).astype(jnp.float32), 1.0
 
     def mask(products):
-        first, end, segments = tile.queries(masks)
+        first, end = tile.queries(masks)
         key = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - tile.query_axis, layout=plgpu.Layout.WGMMA)
         # With unsigned integers, one comparison finds whether a key is in the interval.
         after_first = (key + tile.along_queries(tile.key - first)).astype(jnp.uint32)
         length = tile.along_queries(jnp.maximum(end - first, 0).astype(jnp.uint32))
         products = jnp.where(after_first < length, products, -jnp.inf)
-        if segments is not None:
-            same = tile.along_queries(segments) == tile.along_keys(masks.key_segments)
-            products = jnp.where(same, products, -jnp.inf)
+        if masks.query_segments is not None:
+            compare = lambda products: jnp.where(tile.same_segment(masks), products, -jnp.inf)  # noqa: E731
+            products = lax.cond(flags == COMPARE_SEGMENTS, compare, lambda products: products, products)
         if masks.mask is not None:
             products = jnp.where(tile.elements(masks.mask) != 0, products, -jnp.inf)
         return products
 
-    return lax.cond(masked, mask, lambda products: products, products), factor * LOG2_E, capped
+    return lax.cond(flags > 0, mask, lambda products: products, products), factor * LOG2_E, capped
 
 
 def padded(masks: Masks, tile: tuple[int, int], transposed: bool = False) -> Masks:

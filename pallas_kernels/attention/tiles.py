@@ -6,6 +6,7 @@ segment ids cost time, but never change a result.
 """
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ from jax import Array
 
 MOST_CONSTANTS = 2**20
 """Maximum visits that NumPy computes when JAX traces a program, because the program contains them as constants."""
+
+
+COMPARE_SEGMENTS = 3
+"""The flags of a tile whose pairs may have different segments. Smaller flags: see `tiles_with_pairs`."""
 
 
 @jax.tree_util.register_static
@@ -62,7 +67,7 @@ class Masks(NamedTuple):
 
 class Visits(NamedTuple):
     """The tiles to visit in each row of tiles: `visits (batch, rows, tiles)` and `counts (batch, rows)`, both int32. A
-    visit is twice the index of the tile, plus one if some of its pairs are masked. The first `counts` are valid."""
+    visit is four times the index of the tile, plus its flags (`tiles_with_pairs`). The first `counts` are valid."""
 
     visits: Array
     counts: Array
@@ -103,13 +108,35 @@ def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visit
 
     `keys` is the number of keys. `tile` has the numbers of queries and of keys per tile.
     """
-    visited, full = tiles_with_pairs(masks, keys, tile)
-    return listed(visited, full), listed(visited.swapaxes(1, 2), full.swapaxes(1, 2))
+    visited, flags = tiles_with_pairs(masks, keys, tile)
+    return listed(visited, flags), listed(visited.swapaxes(1, 2), flags.swapaxes(1, 2))
+
+
+def segments_as_intervals(masks: Masks) -> Masks:
+    """Where the keys of an example are sorted by segment, restrict the interval of each query to the keys of its
+    segment. The segments are then 0, so that kernels need not compare them."""
+    queries, keys = masks.query_segments, masks.key_segments
+    if queries is None:
+        return masks
+    is_sorted = jnp.all(keys[:, 1:] >= keys[:, :-1], axis=1, keepdims=True)
+    examples = max(len(queries), len(keys))
+    arrays = [jnp.broadcast_to(a, (examples, a.shape[1])) for a in (keys, queries)]
+    first, end = (
+        jax.vmap(functools.partial(jnp.searchsorted, side=side, method="scan_unrolled"))(*arrays).astype(jnp.int32)
+        for side in ("left", "right")
+    )
+    return masks._replace(
+        first=jnp.where(is_sorted, jnp.maximum(masks.first, first), masks.first),
+        end=jnp.where(is_sorted, jnp.minimum(masks.end, end), masks.end),
+        query_segments=jnp.where(is_sorted, 0, queries),
+        key_segments=jnp.where(is_sorted, 0, keys),
+    )
 
 
 def tiles_with_pairs(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Array, Array]:
-    """Return whether each tile may have a valid pair, and whether all its pairs are valid, as booleans `(batch or 1,
-    tiles of queries, tiles of keys)`."""
+    """Return whether each tile may have a valid pair, as booleans, and its flags, as int32, both `(batch or 1, tiles of
+    queries, tiles of keys)`. The flags are 0 if all pairs are valid, `COMPARE_SEGMENTS` if pairs may have different
+    segments, and 1 otherwise."""
     queries_per_tile, keys_per_tile = tile
     xp = _module_of(masks.first)
     start = xp.arange(-(-keys // keys_per_tile), dtype=np.int32)[None, None] * keys_per_tile
@@ -120,15 +147,14 @@ def tiles_with_pairs(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Ar
     # Rows of padding are masked, so a partial tile of queries is masked, too.
     greatest_first = _extreme(xp.max, masks.first, queries_per_tile, keys)
     least_end = _extreme(xp.min, masks.end, queries_per_tile, 0)
-    full = (greatest_first <= start) & (least_end >= start + keys_per_tile)
+    is_full = (greatest_first <= start) & (least_end >= start + keys_per_tile)
+    flags = xp.where(is_full & (masks.mask is None), np.int32(0), np.int32(1))
     if masks.query_segments is not None:
         query_least, query_greatest = _bounds(masks.query_segments, queries_per_tile)
         key_least, key_greatest = (a.swapaxes(1, 2) for a in _bounds(masks.key_segments, keys_per_tile))
         visited = visited & (query_least <= key_greatest) & (key_least <= query_greatest)
-        full = full & (query_least == key_greatest) & (key_least == query_greatest)
-    if masks.mask is not None:
-        full = _module_of(full).zeros_like(full)
-    return tuple(_module_of(visited).broadcast_arrays(visited, full))
+        flags = jnp.where((query_least == key_greatest) & (key_least == query_greatest), flags, COMPARE_SEGMENTS)
+    return tuple(_module_of(visited).broadcast_arrays(visited, flags))
 
 
 def _module_of(a):
@@ -147,10 +173,8 @@ def _extreme(reduce, values, size, padding):
     return reduce(values.reshape(batch, tiles, size), axis=2)[:, :, None]
 
 
-def listed(visited: Array, full: Array) -> Visits:
-    """Return the tiles to visit in each row of tiles, given the booleans `(batch, rows, tiles)` of
-    `tiles_with_pairs`."""
+def listed(visited: Array, flags: Array) -> Visits:
+    """Return the tiles to visit in each row of tiles, given the results of `tiles_with_pairs`."""
     xp = _module_of(visited)
     order = xp.argsort(~visited, axis=2, stable=True).astype(np.int32)
-    masked = xp.take_along_axis(~full, order, axis=2).astype(np.int32)
-    return Visits(2 * order + masked, xp.sum(visited, axis=2, dtype=np.int32))
+    return Visits(4 * order + xp.take_along_axis(flags, order, axis=2), xp.sum(visited, axis=2, dtype=np.int32))

@@ -82,8 +82,8 @@ class _Tiles:
         self.rows, self.columns = map(_Axis, sizes, sides)
         self.options, self.skips = dict(scale=scale, softcap=softcap), skips
         masks = masks.with_intervals(*sizes)
-        visited, full = tiles_with_pairs(masks, k.shape[1], sides)
-        self.visits = listed(jnp.any(visited, axis=0, keepdims=True), jnp.all(full, axis=0, keepdims=True))
+        visited, flags = tiles_with_pairs(masks, k.shape[1], sides)
+        self.visits = listed(jnp.any(visited, axis=0, keepdims=True), jnp.max(flags, axis=0, keepdims=True))
         self.q, self.k, self.v = self.rows.padded(q, 1), self.columns.padded(k, 1), self.columns.padded(v, 1)
         self.bias, mask = (self.columns.padded(self.rows.padded(a, 2), 3) for a in (bias, masks.mask))
         # Padding with 0 gives an empty interval.
@@ -110,7 +110,7 @@ class _Tiles:
         `state` is the initial state. Return the last state. With `skips`, leave out the tiles that the intervals and
         segments of the masks exclude for all examples.
         """
-        columns, state = self.visits.visits[0, i] // 2, self.varying(state)
+        columns, state = self.visits.visits[0, i] // 4, self.varying(state)
         if self.skips:
             body = lambda slot, state: step(columns[slot], state)  # noqa: E731
             return lax.fori_loop(0, self.visits.counts[0, i], body, state)

@@ -18,7 +18,7 @@ from pallas_kernels.attention.backward_keys_sm90 import backward_keys
 from pallas_kernels.attention.backward_queries_sm90 import backward_queries
 from pallas_kernels.attention.forward_sm90 import forward
 from pallas_kernels.attention.scores_sm90 import HEADS
-from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, visited_tiles
+from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, segments_as_intervals, visited_tiles
 from pallas_kernels.core.launch import on_gpu
 
 _DTYPES = jnp.bfloat16, jnp.float16
@@ -146,7 +146,7 @@ def _padded(q: Array, k: Array, v: Array, *others: Array) -> tuple[Array, ...]:
 def _masks(q, k, bias, masks):
     queries, keys = q.shape[1], k.shape[1]
     is_small = queries * keys <= MOST_CONSTANTS * LEAST_TILE**2
-    return masks.with_intervals(queries, keys, np if is_small else jnp)._replace(bias=bias)
+    return segments_as_intervals(masks.with_intervals(queries, keys, np if is_small else jnp))._replace(bias=bias)
 
 
 _ARGUMENTS = "q", "k", "v", "bias", "masks"

@@ -1,4 +1,3 @@
-import functools
 import math
 
 import jax
@@ -80,26 +79,29 @@ def rows_of(batch, heads, tiles, visits, persistent):
     return scores_sm90.rows_of(own, own, tiles, visits, last_first=True, persistent=persistent)
 
 
-@pytest.mark.parametrize("heads", [(4, 16), (32, 12)])
-def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, on_hopper):
-    counts = np.arange(1, 17, dtype=np.int32)[None]
-    visits = Visits(np.zeros((1, 16, 16), np.int32), counts)
+@pytest.mark.parametrize("heads", [(4, 16), (32, 12), (1, 3)])
+@pytest.mark.parametrize("array", [np.array, jnp.array], ids=["known", "traced"])
+def test_a_schedule_has_each_row_once_and_gives_each_cta_as_many_tiles(heads, array, on_hopper):
+    counts = np.random.default_rng(0).permutation(16).astype(np.int32)[None]
+    visits = Visits(np.zeros((1, 16, 16), np.int32), array(counts))
     rows = rows_of(*heads, 16, visits, persistent=True)
-    of_cta = [row[1 : row[0, 0] + 1] for row in rows.schedule]
+    schedule = np.asarray(rows.schedule)
+    of_cta = [row[1 : row[0, 0] + 1] for row in schedule]
     positions, tiles_of_row = np.concatenate(of_cta).T
     np.testing.assert_array_equal(np.sort(positions), np.arange(math.prod(rows.shape)))
     batches, of_batch, indices = rows.at(positions)
     assert len({*zip(batches.tolist(), of_batch.tolist(), indices.tolist(), strict=True)}) == len(positions)
     np.testing.assert_array_equal(tiles_of_row, counts[0, indices])
+    assert len(schedule) == rows.programs == min(HOPPER.multiprocessors, len(positions))
+    assert schedule.shape[1] >= 2 + max(map(len, of_cta)), "the row after the last is loaded, too"
     tiles = [row[:, 1].sum() for row in of_cta]
-    assert len(tiles) == HOPPER.multiprocessors and max(tiles) - min(tiles) <= counts.max()
+    assert max(tiles) - min(tiles) <= counts.max()
 
 
-def test_rows_of_masks_that_are_not_known_have_no_schedule():
-    of = functools.partial(rows_of, 2, 3, 4)
-    known, traced = (Visits(np.zeros((1, 4, 4), np.int32), array([[1, 2, 3, 4]])) for array in (np.array, jnp.array))
-    assert of(known, persistent=False).programs == of(traced, persistent=True).programs == 24
-    assert of(known, persistent=True).schedule is not None
+def test_ctas_compute_one_row_unless_they_are_persistent():
+    visits = Visits(np.zeros((1, 4, 4), np.int32), np.array([[1, 2, 3, 4]]))
+    rows = rows_of(2, 3, 4, visits, persistent=False)
+    assert rows.programs == 24 and rows.schedule is None
 
 
 def separate(packed):
