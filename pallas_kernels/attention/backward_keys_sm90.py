@@ -31,7 +31,7 @@ from pallas_kernels.attention.scores_sm90 import (
     tile_memory,
     unsupported,
 )
-from pallas_kernels.attention.tiles import Masks, Visits
+from pallas_kernels.attention.tiles import Masks, Visits, attends_to_few
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_column
 from pallas_kernels.core.mosaic import plgpu
@@ -66,7 +66,9 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
     head = q.shape[-1]
     if head == 256:
         return Config(divided=True)
-    return Config(queries=128, key_stages=2) if head <= 64 else Config(stages=3)
+    if head <= 64:
+        return Config(queries=128, key_stages=2)
+    return Config(stages=3, key_stages=2 if attends_to_few(masks) else 1)
 
 
 @kernel(plan=_plan, capability=(9, 0))

@@ -28,7 +28,7 @@ from pallas_kernels.attention.scores_sm90 import (
     tile_memory,
     unsupported,
 )
-from pallas_kernels.attention.tiles import Masks, Visits
+from pallas_kernels.attention.tiles import Masks, Visits, attends_to_few
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_row
 from pallas_kernels.core.mosaic import plgpu
@@ -68,7 +68,10 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, keys_
     head = q.shape[-1]
     if head == 256:
         return Config(keys=64, buffers=3, values_first=True)
-    return Config(buffers=8, query_stages=2) if head <= 64 else Config()
+    if head <= 64:
+        return Config(buffers=8, query_stages=2)
+    # With a packed q, shared memory also holds the gradients of the keys.
+    return Config(buffers=3, query_stages=2) if q.ndim == 4 and attends_to_few(masks) else Config()
 
 
 @kernel(plan=_plan, capability=(9, 0))

@@ -19,6 +19,10 @@ MOST_CONSTANTS = 2**20
 """Maximum visits that NumPy computes when JAX traces a program, because the program contains them as constants."""
 
 
+FEW_KEYS = 2048
+"""Up to this number of keys per query, a CTA of the backward that computes several rows of tiles gains more by loading
+the next row early than it loses by spilling registers."""
+
 COMPARE_SEGMENTS = 3
 """The flags of a tile whose pairs may have different segments. Smaller flags: see `tiles_with_pairs`."""
 
@@ -101,6 +105,14 @@ def intervals(
     if query_lengths is not None:
         end = jnp.where(position < query_lengths[:, None], end, 0)
     return xp.broadcast_to(first, end.shape), xp.maximum(end, 0)
+
+
+def attends_to_few(masks: Masks | None) -> bool:
+    """Return whether the queries attend to at most `FEW_KEYS` keys on average. If the intervals are only known when the
+    program runs, assume so: they are documents, which are mostly short."""
+    if masks is None:
+        return False
+    return not isinstance(masks.first, np.ndarray) or np.maximum(masks.end - masks.first, 0).mean() <= FEW_KEYS
 
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:

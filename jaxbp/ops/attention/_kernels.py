@@ -104,7 +104,7 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **opti
     statistics = padded_dy, logsumexp, delta, of_kernels
 
     def run(kernel, side, *others):
-        config = kernel.plan(*qkv, **options)
+        config = kernel.plan(*qkv, masks=of_kernels, **options)
         visits = visited_tiles(of_kernels, k.shape[1], config.tile)[side]
         return kernel(*qkv, *statistics, visits, *others, config=config, **options)
 

@@ -13,7 +13,7 @@ from pallas_kernels.core.simulator import simulated
 
 
 def gradients(q, k, v, do, lse, delta, masks, **options):
-    config = kernels.backward_keys.plan(q, k, v, **options)
+    config = kernels.backward_keys.plan(q, k, v, masks=masks, **options)
     _, visits = visited_tiles(masks, k.shape[1], config.tile)
     return kernels.backward_keys(q, k, v, do, lse, delta, masks, visits, **options)
 

@@ -13,7 +13,7 @@ from pallas_kernels.core.simulator import simulated
 
 
 def gradient(q, k, v, do, lse, delta, masks, **options):
-    config = kernels.backward_queries.plan(q, k, v, **options)
+    config = kernels.backward_queries.plan(q, k, v, masks=masks, **options)
     visits, _ = visited_tiles(masks, k.shape[1], config.tile)
     return kernels.backward_queries(q, k, v, do, lse, delta, masks, visits, **options)
 

@@ -153,3 +153,18 @@ def test_packed_arrays_lower_for_cuda(head, on_hopper):
     do = jax.ShapeDtypeStruct((2, 1000, 6, head), jnp.bfloat16)
     program = cuda_program(lambda a, do: results_and_gradient((a,) * 3, do, packed=True), packed, do)
     assert program.count("mosaic_gpu") >= 3
+
+
+def test_ctas_of_the_backward_for_heads_of_128_compute_several_short_rows(on_hopper):
+    q, packed = (jax.ShapeDtypeStruct((1, 8192, 4, *members, 128), "bfloat16") for members in ((), (3,)))
+    causal, window = (
+        Masks(known=Known(before=before, after=0)).with_intervals(8192, 8192, np) for before in (None, 1023)
+    )
+    traced = jax.tree.map(jnp.asarray, causal)
+    stages = [
+        backward_keys_sm90.backward_keys.plan(a, a, a, masks=masks, scale=1.0).key_stages
+        + 10 * backward_queries_sm90.backward_queries.plan(a, a, a, masks=masks, scale=1.0).query_stages
+        for a in (q, packed)
+        for masks in (causal, window, traced)
+    ]
+    assert stages == [11, 22, 22, 11, 12, 12]
