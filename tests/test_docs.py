@@ -297,6 +297,14 @@ def test_works_have_a_line_each_with_speedup_and_roofline(book):
     assert second == ["b work", "**10**", "", "", "50%"]
 
 
+def test_the_time_per_tile_is_relative_to_attention_without_a_mask(book):
+    causal = row("a causal", microseconds=6.0, share_of_tiles=0.5)
+    run = report(row("a", share_of_tiles=1.0), causal, row("a causal", "Torch", 5.0, peer="Torch"))
+    head, *lines = cells(book("masks run", run=run))
+    assert head[2:] == ["tiles with a valid pair", "time per tile / without a mask"]
+    assert lines == [["a", "10", "100%", "1.00x"], ["a causal", "6", "50%", "1.20x"]]
+
+
 def test_works_without_a_row_of_the_library_are_left_out_but_not_those_that_failed(book):
     failed = row("c work", microseconds=None, failed="ValueError: broken")
     run = report(row(), row("b work", "autodiff"), row("b work", "Torch eager", peer="Torch"), failed)

@@ -65,6 +65,18 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
     return markdown(head, lines)
 
 
+def masks(reports: Reports) -> str:
+    """Return a table of the times of attention with masks, and of the times per tile of scores with a valid pair."""
+    timed = [(title, row) for title, group in works_of(all_rows(reports)) if (row := library(group))]
+    (full,) = [time(row) for _, row in timed if row["share_of_tiles"] == 1]
+    heading, titles = hoisted([title for title, _ in timed])
+    lines = [
+        [title, microseconds(row), percent(row["share_of_tiles"]), times(time(row) / row["share_of_tiles"] / full)]
+        for title, (_, row) in zip(titles, timed, strict=True)
+    ]
+    return markdown([heading, "`pallas`", "tiles with a valid pair", "time per tile / without a mask"], lines)
+
+
 def models(reports: Reports) -> str:
     """Return a table of the training steps of language models, with a line per implementation and peer."""
     head = ["step", "implementation", "µs", "tokens/s", "model FLOP utilization", "peak memory, MiB"]

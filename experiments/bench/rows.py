@@ -191,6 +191,7 @@ class Case:
             **measured,
             "floor_fraction": ratio(roofline, microseconds),
             **({} if self.workload.tokens is None else self._token_rates(microseconds)),
+            **({} if self.workload.share_of_tiles is None else {"share_of_tiles": self.workload.share_of_tiles}),
         }
 
     def _token_rates(self, microseconds: float | None) -> Row:
@@ -239,7 +240,7 @@ class Case:
 def _title(workload, batch):
     # The size of most norms and products begins with the default batch size, but attention's with the length.
     default = next(iter(workload.batches[0]), batch)
-    if workload.op.startswith("dot_product_attention"):
+    if workload.share_of_tiles is not None:
         return workload.title
     return workload.title.replace(f" {default}x", f" {batch}x")
 

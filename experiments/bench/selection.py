@@ -16,6 +16,7 @@ from experiments.bench.training_workloads import (
     logic_workload,
 )
 from experiments.bench.workloads import (
+    DOCUMENT_ATTENTION,
     Workload,
     frozen_parameters_workload,
     mixture_of_experts_workload,
@@ -28,7 +29,8 @@ from jaxbp.catalogue import CATALOGUE
 def selected(cases: Sequence[str], batch_last: bool = False, forward: bool = False) -> list[Workload]:
     """Return the workloads that `cases` names. With `batch_last`, omit training steps, and move batch axes last. With
     `forward`, omit training steps and backwards, and compute no gradients."""
-    workloads = [lenet_workload(), *(op_workload(entry, place, forward) for entry in CATALOGUE for place in entry.real)]
+    entries = *CATALOGUE, DOCUMENT_ATTENTION
+    workloads = [lenet_workload(), *(op_workload(entry, place, forward) for entry in entries for place in entry.real)]
     workloads += [frozen_parameters_workload(wanted) for wanted in ("adapters", "all")]
     workloads += [mixture_of_experts_workload(8, 4096, 14336, 2), mixture_of_experts_workload(128, 2048, 768, 8)]
     workloads += [gpt_workload(place) for place in GPT_WORKLOADS]
@@ -65,7 +67,7 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
     """Select one workload per module of ops, and one per kind of training step: the first. Return a dict from these
     workloads to the middle one of their batch sizes. Ops come first, because they compile faster."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
-    module["automaton"] = module["automaton_step"]
+    module |= {"automaton": module["automaton_step"], "document_attention": module["dot_product_attention"]}
     chosen: dict[str, tuple[Workload, int]] = {}
     for workload in workloads:
         if batches := workload.batches[0 if on_gpu else 1]:

@@ -13,13 +13,15 @@ from flax import nnx
 from jax import Array, lax
 
 import jaxbp
-from jaxbp.catalogue import AutomatonArgument, Case, Entry
+from jaxbp.catalogue import BATCH, CATALOGUE, Argument, AutomatonArgument, Case, Entry
 from jaxbp.logic.gates import COEFFICIENTS
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
 """The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and backward, two per multiply-add or product."""
 FORWARD_OPERATIONS = 6
+TILE = 128
+"""The numbers of queries and keys of a tile of scores in jaxbp's kernels for heads of 128 features."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class Workload:
       steps: the number of training steps per program. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
       share: the share of the matrix products' operations that is needed, below 1 if masks exclude scores.
+      share_of_tiles: for attention, the share of the tiles of `TILE` queries and keys that have a valid pair.
       error_batch: the largest batch size for the comparison with float64 on the CPU, or None without a comparison.
       baselines: functions in plain JAX, by a name that starts with "autodiff".
       tokens: the number of tokens per example of a language model, else None.
@@ -57,6 +60,7 @@ class Workload:
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
     share: float = 1.0
+    share_of_tiles: float | None = None
     error_batch: int | None = 128
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
@@ -98,6 +102,8 @@ def op_workload(entry: Entry, place: str, forward: bool = False) -> Workload:
     title = f"{entry.name} {place}" if backward else f"{entry.name} {'fwd' if forward else 'fwd+bwd'} {place}"
     batches = (case.batch or 16384,), (min(case.batch or 256, 256),)
     arithmetic = functools.partial(_gate_operations, case, forward, backward)
+    is_attention = "attention" in entry.name
+    share, share_of_tiles = _shares(case) if is_attention else (1.0, None)
     return Workload(
         entry.name,
         place,
@@ -108,25 +114,57 @@ def op_workload(entry: Entry, place: str, forward: bool = False) -> Workload:
         draw,
         one_after_another,
         arithmetic=arithmetic,
-        share=_share_of_scores(case) if entry.name.startswith("dot_product_attention") else 1.0,
+        share=share,
+        share_of_tiles=share_of_tiles,
         baselines=BASELINES.get(entry.name, {}),
         # In float64, the scores of one example of attention take gigabytes.
-        error_batch=1 if entry.name.startswith("dot_product_attention") else 128,
+        error_batch=1 if is_attention else 128,
         forward=forward,
     )
 
 
-def _share_of_scores(case):
-    lengths = [a.shape[1] for a in case.structs()[:2]]
-    queries, keys = lengths[0], lengths[-1]  # packed queries, keys, and values are one array
-    window = case.options.get("local_window_size")
+def _shares(case):
+    """Return the shares of attention's scores, and of its tiles of scores, that masks do not exclude."""
+    length, window = case.leaves[0].shape[1], case.options.get("local_window_size")
     before, after = window if isinstance(window, tuple) else (window, window)
-    query, key = np.arange(queries), np.arange(keys)
-    last = np.full(queries, keys - 1) if after is None else query + after
-    last = np.minimum(last, query) if case.options.get("is_causal") else last
-    first = np.zeros(queries) if before is None else query - before
-    pairs = np.searchsorted(key, last, side="right") - np.searchsorted(key, first)
-    return float(np.maximum(pairs, 0).sum() / (queries * keys))
+    after = 0 if case.options.get("is_causal") else after
+    has_documents = any(isinstance(a, DocumentIds) for a in case.leaves)
+    ids = document_ids(case.batch, length) if has_documents else np.zeros((1, length))
+    start, end = (np.stack([np.searchsorted(row, row, side) for row in ids]) for side in ("left", "right"))
+    position, tiles = np.arange(length), np.arange(0, length, TILE)
+    first = np.maximum(start, position - (length if before is None else before))
+    last = np.minimum(end - 1, position + (length if after is None else after))
+    first_tile = np.minimum.reduceat(first, tiles, 1) // TILE
+    last_tile = np.maximum.reduceat(last, tiles, 1) // TILE
+    return float((last - first + 1).mean() / length), float((last_tile - first_tile + 1).mean() / len(tiles))
+
+
+@functools.cache
+def document_ids(batch: int, length: int, mean: int = 1024) -> np.ndarray:
+    """Return the ids of packed documents, `(batch, length)`. The documents have random lengths from 1 to
+    `2 * mean - 1`. The last documents are cut off."""
+    ends = np.random.default_rng(0).integers(1, 2 * mean, (batch, length)).cumsum(1)
+    return np.stack([np.searchsorted(row, np.arange(length), "right") for row in ends])
+
+
+class DocumentIds(Argument):
+    """`document_ids`, equal for all keys of `draw`."""
+
+    def draw(self, key: Array, batch: int, dtype: str) -> Array:
+        return jnp.asarray(document_ids(batch, *self.shape[1:]), self.dtype)
+
+
+def document_attention(q: Array, k: Array, v: Array, ids: Array, **options: Any) -> Array:
+    return jaxbp.dot_product_attention(q, k, v, segment_ids=ids, **options)
+
+
+def _with_documents(case):
+    return dataclasses.replace(case, arguments=(*case.arguments, DocumentIds((BATCH, 8192), below=1)))
+
+
+_ATTENTION = next(entry.real for entry in CATALOGUE if entry.name == "dot_product_attention")
+_DOCUMENTS = {place: _with_documents(_ATTENTION[place]) for place in ("8192x16x128", "8192x16x128 causal")}
+DOCUMENT_ATTENTION = Entry(document_attention, _DOCUMENTS["8192x16x128"], _DOCUMENTS)
 
 
 def gate_layer(logits: Array, wires: jaxbp.Wires, x: Array) -> Array:

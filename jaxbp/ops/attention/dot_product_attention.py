@@ -375,6 +375,7 @@ _REAL = {
     "4096x32x128 grouped causal": (2, _case(4096, 32, 128, key_heads=8, **_CAUSAL)),
     "384x4x32 bias": (384, _case(384, 4, 32, bias=True)),
     "8192x16x128 window": (4, _case(8192, 16, 128, **_CAUSAL, local_window_size=1023)),
+    "8192x16x128 two-sided window": (4, _case(8192, 16, 128, local_window_size=1023)),
     "65536x16x128 causal": (1, _case(65536, 16, 128, **_CAUSAL)),
 }
 """The batch size and the case by length, heads, and features. AlphaFold has a bias, and GPT-2 has 12 heads."""

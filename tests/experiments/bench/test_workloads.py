@@ -1,6 +1,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,7 +11,7 @@ import jaxbp
 from experiments.bench.measure import floats, relative_error
 from experiments.bench.rows import with_speedups
 from experiments.bench.training_workloads import logic_workload
-from experiments.bench.workloads import frozen_parameters_workload, mixture_of_experts_workload
+from experiments.bench.workloads import document_ids, frozen_parameters_workload, mixture_of_experts_workload
 
 
 def test_every_call_of_a_chain_is_computed(workload_at):
@@ -98,3 +99,45 @@ def test_the_mixture_of_experts_is_the_layer_with_its_losses():
     for found, wanted in zip(results, (y, routing.load_balancing_loss, routing.z_loss), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert not integers and [a.shape for a in gradients] == [a.shape for a in jax.tree.leaves((parameters, x))]
+
+
+@pytest.mark.parametrize(
+    ("op", "masks"),
+    [
+        ("dot_product_attention", " window"),
+        ("dot_product_attention", " two-sided window"),
+        ("document_attention", ""),
+        ("document_attention", " causal"),
+    ],
+)
+def test_the_shares_of_attention_are_those_of_its_valid_pairs_and_tiles(workload_at, op, masks):
+    workload, length = workload_at(op, f"8192x16x128{masks}"), 8192
+    query, key = np.ogrid[:length, :length]
+    valid = np.abs(query - key) <= 1023 if "window" in masks else np.ones((length, length), bool)
+    valid &= query >= key if masks in (" window", " causal") else True
+    ids = document_ids(4, length) if op == "document_attention" else np.zeros((1, length))
+    pairs = [valid & (row[:, None] == row) for row in ids]
+    tiles = [of.reshape(64, 128, 64, 128).any((1, 3)) for of in pairs]
+    assert (workload.share, workload.share_of_tiles) == pytest.approx((np.mean(pairs), np.mean(tiles)), rel=1e-12)
+
+
+def test_documents_have_random_lengths_that_divide_no_tile():
+    ids = document_ids(64, 8192)
+    lengths = np.concatenate([np.unique(row, return_counts=True)[1][:-1] for row in ids])
+    assert 900 < lengths.mean() < 1100 and lengths.min() < 100 and lengths.max() < 2048
+    assert np.mean(lengths % 128 == 0) < 0.05 and (ids[:, 0] == 0).all() and (np.diff(ids) >= 0).all()
+    assert (document_ids(1, 8192) == ids[:1]).all()
+
+
+def test_documents_attend_to_themselves(workload_at):
+    workload = workload_at("document_attention", "8192x16x128 causal")
+    (q, k, v, ids), [dy] = jax.eval_shape(lambda: workload.draw(0, 2, "bfloat16"))
+    assert (ids.shape, ids.dtype, q.shape, dy.shape) == ((2, 8192), jnp.int32, (2, 8192, 16, 128), q.shape)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 1, 4)) for i in range(3))
+    ids = jnp.asarray([[0, 0, 0, 2, 2, 3]])
+    y = workload.function("xla", "float32")((q, k, v, ids), [q])[0][0]
+    expected = [
+        jaxbp.dot_product_attention(q[:, a:b], k[:, a:b], v[:, a:b], is_causal=True)
+        for a, b in ((0, 3), (3, 5), (5, 6))
+    ]
+    np.testing.assert_allclose(y, np.concatenate(expected, 1), rtol=1e-5)
