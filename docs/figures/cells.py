@@ -90,7 +90,7 @@ def packages(report: Report) -> str:
     if used & PEERS_ON_TORCH:
         used.add("PyTorch")
     hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", "flax", "optax", PUBLISHED}
-    hidden |= {"PyTorch", "tokamax", *PEERS_ON_TORCH} - used
+    hidden |= {"PyTorch", "tokamax", "fa4-jax", *PEERS_ON_TORCH} - used
     names = {"cuDNN": "cuDNN frontend"}
     shown = [name for name in ("jax", *(name for name in versions if name not in hidden)) if name in versions]
     return ", ".join(f"{names.get(name, name)} {versions[name]}" for name in shown)

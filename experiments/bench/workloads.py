@@ -147,6 +147,12 @@ def document_ids(batch: int, length: int, mean: int = 1024) -> np.ndarray:
     return np.stack([np.searchsorted(row, np.arange(length), "right") for row in ends])
 
 
+def document_offsets(batch: int, length: int) -> np.ndarray:
+    """Return where each document of `document_ids` starts if all examples are joined, and then the last end."""
+    starts = np.flatnonzero(np.diff(document_ids(batch, length), prepend=-1))
+    return np.append(starts, batch * length).astype(np.int32)
+
+
 class DocumentIds(Argument):
     """`document_ids`, equal for all keys of `draw`."""
 

@@ -7,10 +7,11 @@ from importlib import metadata
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from experiments.bench.measure import floats, time_compiled
 from experiments.bench.peers import Task, Variant
-from experiments.bench.workloads import forward_and_backward, forward_only, one_after_another
+from experiments.bench.workloads import document_offsets, forward_and_backward, forward_only, one_after_another
 
 EPS = 1e-5  # the default of jaxbp's norms
 
@@ -183,8 +184,17 @@ def tokamax() -> Peer:
 
     flags.FLAGS.mark_as_parsed()  # otherwise, tokamax parses this program's command line
 
+    def document_attention(q, k, v, ids, *, is_causal=False):
+        from tokamax._src.ops.attention import api, base  # the public function has no documents
+
+        bounds = (jax.vmap(functools.partial(jnp.searchsorted, side=side))(ids, ids) for side in ("left", "right"))
+        start, end = (a[:, None] for a in bounds)
+        mask = base.Mask(k_start=start, k_end=None if is_causal else end, is_causal=is_causal)
+        return api.IMPLEMENTATIONS["mosaic_gpu"](q, k, v, mask=mask)
+
     rms_norm = functools.partial(tokamax.layer_norm, offset=None, epsilon=EPS, subtract_mean=False)
     with_mosaic = {
+        "document_attention": document_attention,
         "dot_product_attention": functools.partial(tokamax.dot_product_attention, implementation="mosaic"),
         "grouped_linear": functools.partial(tokamax.ragged_dot, implementation="mosaic"),
     }
@@ -194,6 +204,25 @@ def tokamax() -> Peer:
         {op: {"default": forward} for op, forward in forwards.items()}
         | {op: {"Mosaic": forward} for op, forward in with_mosaic.items()},
     )
+
+
+def fa4() -> Peer:
+    """fa4-jax, FlashAttention's kernels in the CuTe DSL. Its gradients are added with atomics."""
+    from fa4_jax import flash_attn, flash_attn_varlen
+
+    def attention(q, k, v, bias=None, *, is_causal=False, local_window_size=None):
+        if bias is not None:
+            raise NotImplementedError("a bias")
+        window = None if local_window_size is None else (local_window_size, local_window_size)
+        return flash_attn(q, k, v, causal=is_causal, window_size=window)
+
+    def document_attention(q, k, v, ids, *, is_causal=False):
+        offsets = jnp.asarray(document_offsets(*ids.shape))
+        packed = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
+        return flash_attn_varlen(*packed, offsets, offsets, causal=is_causal).reshape(q.shape)
+
+    forwards = {"dot_product_attention": {"attention": attention}, "document_attention": {"packed": document_attention}}
+    return on_jax("fa4-jax", forwards)
 
 
 def jax_cudnn(**compiler_options: bool) -> Peer:
@@ -211,6 +240,7 @@ PEERS: Mapping[str, Callable[[], Peer]] = {
     "QuACK": quack,
     "cuDNN": cudnn,
     "tokamax": tokamax,
+    "fa4-jax": fa4,
     "JAX's cuDNN": jax_cudnn,
     "JAX's cuDNN, deterministic": functools.partial(jax_cudnn, xla_gpu_deterministic_ops=True),
     "torchlogix": functools.partial(module, "torchlogix"),

@@ -16,11 +16,13 @@ import torch
 from flax import nnx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.gpt_workload import ADAMW
 from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
 from experiments.bench.peers.torch_gpt import TorchGPT
+from experiments.bench.workloads import document_offsets
 from jaxbp.verify.timing import settle
 
 VERSION = torch.__version__
@@ -37,8 +39,12 @@ def variants(task: Task) -> Iterator[Variant]:
         yield from variants_of(task, training(_lenet, sgd), modes, best=4)
     elif task.op == "gpt":
         yield from variants_of(task, training(gpt, adamw), [COMPILED_GRAPH])
-    elif task.op == "dot_product_attention":
+    elif task.op == "dot_product_attention" and "local_window_size" not in task.options:
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), [])
+    elif task.op == "document_attention":
+        yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
+        for name, *variant in variants_of(task, ops({task.op: _packed_attention}, {}), []):
+            yield f"packed, {name}", *variant
     elif task.op in FORWARDS | BACKWARDS:
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
 
@@ -226,11 +232,41 @@ def _softmax_cross_entropy_backward(dy, logits, labels):
 
 def _dot_product_attention(q, k, v, bias=None, *, local_window_size=None, **options):
     if local_window_size is not None:
-        raise NotImplementedError(f"local_window_size={local_window_size}")
+        return _flex_attention(q, k, v, **options, window=local_window_size)
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     with sdpa_kernel([*FASTEST_FIRST, SDPBackend.MATH], set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=q.shape[1] != k.shape[1], **options)
     return y.transpose(1, 2)
+
+
+def _flex_attention(q, k, v, ids=None, *, is_causal=False, window=None):
+    mask = _block_mask(q.shape[1], q.device, ids, is_causal, window)
+    return flex_attention(*(a.transpose(1, 2) for a in (q, k, v)), block_mask=mask).transpose(1, 2)
+
+
+@torch.compiler.disable
+@functools.lru_cache(4)
+def _block_mask(length, device, ids, is_causal, window):
+    def is_valid(batch, head, query, key):
+        valid = query >= key if is_causal else query >= 0
+        valid = valid if window is None else valid & (torch.abs(query - key) <= window)
+        return valid if ids is None else valid & (ids[batch, query] == ids[batch, key])
+
+    return create_block_mask(is_valid, None if ids is None else len(ids), None, length, length, device)
+
+
+def _packed_attention(q, k, v, ids, *, is_causal=False):
+    """Call cuDNN with the documents as sequences of different lengths."""
+    offsets, longest = _offsets(*ids.shape, q.device)
+    arrays, lengths = (a.flatten(0, 1) for a in (q, k, v)), (offsets, offsets, longest, longest)
+    y, *_ = aten._cudnn_attention_forward(*arrays, None, *lengths, torch.is_grad_enabled(), 0.0, is_causal)
+    return y.view(q.shape)
+
+
+@functools.cache
+def _offsets(batch, length, device):
+    offsets = torch.from_numpy(document_offsets(batch, length))
+    return offsets.to(device), int(offsets.diff().max())
 
 
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
@@ -298,6 +334,7 @@ FORWARDS = {
     "conv1d": functools.partial(depthwise_conv1d, _causal),
     "max_pool2d": lambda x, *, window, **options: F.max_pool2d(x, window, **options),
     "max_pool2d_with_indices": lambda x, *, window, **options: F.max_pool2d(x, window, return_indices=True, **options),
+    "document_attention": _flex_attention,
     "dot_product_attention": _dot_product_attention,
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
     "linear_softmax_cross_entropy": lambda x, w, labels, b=None, *, reduction="mean": F.cross_entropy(

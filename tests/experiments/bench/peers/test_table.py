@@ -1,20 +1,29 @@
 import functools
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import jaxbp
 from experiments.bench import __main__ as bench
 from experiments.bench import peers
 from experiments.bench.peers import published_automaton, table
 from experiments.bench.rows import Case, Settings
+from experiments.bench.workloads import document_ids, forward_and_backward
 
 
 def test_without_their_libraries_there_are_no_peers_but_the_reasons(monkeypatch):
     libraries = {"PyTorch": "torch", "causal-conv1d": "causal_conv1d", "Liger-Kernel": "liger_kernel"}
     libraries |= {"Liger-Kernel (CuTe)": "liger_kernel", "QuACK": "quack", "cuDNN": "torch"}
-    libraries |= {"tokamax": "tokamax", "torchlogix": "torch"}  # cuDNN's and torchlogix's modules import torch first
+    libraries |= {
+        "tokamax": "tokamax",
+        "fa4-jax": "fa4_jax",
+        "torchlogix": "torch",
+    }  # cuDNN's and torchlogix's modules import torch first
     for library in libraries.values():
         monkeypatch.setitem(sys.modules, library, None)
     for module in ("torch", "torchlogix"):
@@ -65,3 +74,22 @@ def test_only_the_variants_asked_for_are_rows(workload_at, choice, rows):
         [], {"published automaton": published_automaton}, choice, "float32", "default", 1e-3, False, {"platform": "cpu"}
     )
     assert len(Case(workload_at("automaton", "8x8"), 1, settings).row_names()) == rows
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fa4_jax") is None, reason="needs fa4-jax")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masks", ["none", "window", "documents"])
+def test_fa4_computes_the_attention_of_ours(masks, is_causal):
+    length = 3000
+    q, *kv = (jax.random.normal(jax.random.key(i), (2, length, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    ids = jax.numpy.asarray(document_ids(2, length), "int32")
+    options = {"is_causal": is_causal} | ({"local_window_size": 99} if masks == "window" else {})
+    op, arrays = ("document_attention", (q, *kv, ids)) if masks == "documents" else ("dot_product_attention", (q, *kv))
+    arguments = arrays, [jax.numpy.cos(q)]
+    task = peers.Task(op, options, [arguments], arguments, 1, "float32", "highest", True, 1e-3, "best")
+    ((_, _, run),) = table.PEERS["fa4-jax"]().variants(task)
+    segments = {"segment_ids": ids} if masks == "documents" else {}
+    ours = functools.partial(jaxbp.dot_product_attention, **options, **segments, implementation="xla")
+    expected = forward_and_backward(ours)(arrays[:3], arguments[1])
+    for found, wanted in zip(run()["results"], jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
