@@ -77,11 +77,11 @@ def test_only_the_variants_asked_for_are_rows(workload_at, choice, rows):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fa4_jax") is None, reason="needs fa4-jax")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masks", ["none", "window", "documents"])
-def test_fa4_computes_the_attention_of_ours(masks, is_causal):
-    length = 3000
-    q, *kv = (jax.random.normal(jax.random.key(i), (2, length, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+@pytest.mark.parametrize(("masks", "is_causal"), [("none", True), ("window", False), ("documents", True)])
+def test_fa4_computes_the_attention_of_ours(monkeypatch, masks, is_causal):
+    monkeypatch.setattr(table, "time_compiled", lambda *_: {})
+    length = 1800
+    q, *kv = (jax.random.normal(jax.random.key(i), (2, length, heads, 8)) for i, heads in enumerate((2, 1, 1)))
     ids = jax.numpy.asarray(document_ids(2, length), "int32")
     options = {"is_causal": is_causal} | ({"local_window_size": 99} if masks == "window" else {})
     op, arrays = ("document_attention", (q, *kv, ids)) if masks == "documents" else ("dot_product_attention", (q, *kv))
