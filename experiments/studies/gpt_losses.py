@@ -2,7 +2,8 @@
 
 python -m experiments.studies.gpt_losses --json docs/results/gpt-losses.json      # on a GPU
 
-The text is the standard library of Python, as bytes. Each step has other rows of it.
+The text is the standard library of Python, as bytes. Each step has other rows of it. The losses are compared with those
+of the first implementation in float32.
 """
 
 import sys
@@ -32,18 +33,18 @@ def main(args: Sequence[str] | None = None) -> int:
     for name, value in {"batch": given.batch, "steps": given.steps}.items():
         if value < 1:
             parser.error(f"--{name} is {value}; wants at least 1")
-    fields = {"place": given.place, "batch": given.batch, "dtype": given.dtype}
+    fields = {"place": given.place, "batch": given.batch}
     rows = trained(given.place, given.batch, given.steps, given.dtype, given.implementations)
     return write_rows("gpt_losses", args, fields, rows, given.json)
 
 
 def trained(place: str, batch: int, steps: int, dtype: str, implementations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield each implementation's losses for the model `GPT_WORKLOADS[place]`, and their largest relative difference
-    from the losses of the first implementation."""
+    """Yield the losses of the first implementation in float32, and those of each implementation in `dtype`, for the
+    model `GPT_WORKLOADS[place]`, and their largest relative difference from the losses in float32."""
     workload, first = gpt_workload(place), None
     state, *_ = workload.draw(0, batch, dtype)
     batches = _batches(workload.tokens, batch, steps)
-    for implementation in implementations:
+    for implementation, dtype in [(implementations[0], "float32"), *((name, dtype) for name in implementations)]:
         function = workload.function(implementation, dtype)
         # As in the bench, None: jaxbp's optimizer uses Optax where Optax is faster.
         of_update = None if implementation == "pallas" else implementation
@@ -58,7 +59,7 @@ def trained(place: str, batch: int, steps: int, dtype: str, implementations: Seq
         losses = np.asarray(train(state, batches), np.float64)
         first = losses if first is None else first
         difference = float(np.max(np.abs(losses / first - 1)))
-        yield {"implementation": implementation, "difference": difference, "losses": losses.tolist()}
+        yield {"implementation": implementation, "dtype": dtype, "difference": difference, "losses": losses.tolist()}
 
 
 def _batches(length: int, batch: int, steps: int) -> list[np.ndarray]:

@@ -87,20 +87,16 @@ def measured(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
         for examples in EXAMPLES[case]
     ]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = {
-            (step, place): pool.submit(lowered(*step, *where).compile)
-            for step in steps
-            for place, where in places.items()
-        }
-        concurrent.futures.wait(programs.values())  # no program compiles while another is timed
         for workload, dtype, examples in steps:
             row = {"work": workload.title, "examples": examples}
-            for place, (mesh, _) in places.items():
+            of_step = [lowered(workload, dtype, examples, *where) for where in places.values()]
+            # No program compiles while another is timed.
+            programs = list(pool.map(lambda program: program.compile(), of_step))
+            for (place, (mesh, _)), program in zip(places.items(), programs, strict=True):
                 arguments = workload.draw(0, examples * (mesh.size if mesh else 1), dtype)
                 if mesh is not None:
                     shardings = jax.tree.map(lambda a: a.sharding, data_parallel(workload, dtype, examples, mesh))
                     arguments = jax.device_put(arguments, shardings)
-                program = programs[(workload, dtype, examples), place].result()
                 row[place] = time_compiled(program, (arguments,), workload.steps, SECONDS)["microseconds"]
             yield row
 
