@@ -35,8 +35,9 @@ FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBack
 def variants(task: Task) -> Iterator[Variant]:
     if task.op == "lenet":
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
+        # One of the last two was the fastest at each batch size and precision.
         modes = [COMPILED_STEP, COMPILED_GRAPH, CHANNELS_LAST]
-        yield from variants_of(task, training(_lenet, sgd), modes, best=4)
+        yield from variants_of(task, training(_lenet, sgd), modes, best=2)
     elif task.op == "gpt":
         yield from variants_of(task, training(gpt, adamw), [COMPILED_GRAPH])
     elif task.op == "dot_product_attention" and "local_window_size" not in task.options:

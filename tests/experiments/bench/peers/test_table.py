@@ -68,6 +68,14 @@ def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_ti
         assert all(peers.is_asked_for(peer, variant, "all") for variant in of)
 
 
+def test_of_lenet_the_modes_that_measured_fastest_are_timed(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    task = peers.Task("lenet", {}, (), (), 0, "float32", "default", True, 1e-3, "best")
+    names = [name for name, *_ in table.module("torch").variants(task)]
+    assert names == ["compile, CUDA graph, TF32", "compile, channels last, CUDA graph, TF32"]
+
+
 @pytest.mark.parametrize(("choice", "rows"), [("best", 1), ("all", 2)])
 def test_only_the_variants_asked_for_are_rows(workload_at, choice, rows):
     settings = Settings(

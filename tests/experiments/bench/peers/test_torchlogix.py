@@ -90,13 +90,13 @@ def test_layers_are_compiled_until_it_has_taken_too_long(peer, workload_of, monk
     assert compiled == [model[0]] and fields["note"].startswith("1 of 4 layers were compiled in ")
 
 
-def test_of_a_convolutional_network_the_variant_without_a_compiler_comes_first(peer, workload_of, monkeypatch):
+def test_only_a_convolutional_network_is_also_timed_without_a_compiler(peer, workload_of, monkeypatch):
     monkeypatch.setattr(peer.torch.cuda, "is_available", lambda: True)
     task = dataclasses.replace(task_of(workload_of("input_wise")), sets=(), small=())
     names = [name for name, *_ in peer.variants(task)]
     assert names[2:4] == ["light, CUDA graph", "light, compiled layers, CUDA graph"]
     names = [name for name, *_ in peer.variants(dataclasses.replace(task, op="logic", options={"gates": 40}))]
-    assert names == [f"{name}, compile, reduce-overhead" for name in peer.PARAMETRIZATIONS]
+    assert names == [f"{name}, compile, CUDA graph" for name in peer.PARAMETRIZATIONS]
 
 
 def test_its_learned_connections_have_our_candidates_and_loss(peer):
