@@ -444,6 +444,8 @@ def test_a_workload_that_was_timed_again_counts_once_in_the_ratios(book):
     of = lambda time: report(row(implementation="None", microseconds=time), row(implementation="autodiff"))  # noqa: E731
     text = book("ratios old new high=1.05", old=of(20.0), new=of(10.0))
     assert "in 1 of 1 workloads" in text and not cells(text)
+    cut = report(row(implementation="None", microseconds=30.0), row())
+    assert "in 1 of 1 workloads" in book("ratios old new cut high=1.05", old=of(20.0), new=of(10.0), cut=cut)
 
 
 def test_trainings_have_a_line_each(book):

@@ -97,10 +97,11 @@ def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     """Show the time of `None` divided by the time of autodiff, if it is below `low` or above `high`. Of a workload with
-    several runs, the last report counts."""
-    newest = dict(works_of(all_rows(reports)))
-    found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in newest.items()]
-    timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
+    several runs, the last report that timed both counts."""
+    found = [pair for report in reports.values() for pair in works_of(rows_of(report))]
+    newest = {title: rows for title, rows in found if time(rows.get("None")) and time(rows.get("autodiff"))}
+    pairs = [(title, rows["None"], rows["autodiff"]) for title, rows in newest.items()]
+    timed = [(time(a) / time(b), title, a, b) for title, a, b in pairs]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
     band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
     inside = f"{len(timed) - len(outside)} of {len(timed)} workloads"
