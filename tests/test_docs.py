@@ -623,11 +623,15 @@ def test_half_precision_stands_beside_float32(book):
         row("step in float16", dtype="float16", microseconds=5.0, **fields | dict(temporary_bytes=2**20)),
     )
     page = book("dtypes run another", run=run)
+    assert "newest runs" not in page
     assert "there is no `docs/results/another.json`" in page
     head, wide, half = cells(page)
     assert head[2:] == ["speedup over float32", "MiB", "% of float32 memory"]
     assert wide[1:] == ["float32", "1.00x", "4", "100%"]
     assert half == ["step, batch 128", "float16", "2.00x", "2", "50%"]
+    newer = report(row("step", microseconds=20.0, **fields)) | {"date": "2026-11-23"}
+    page = book("dtypes run", run=run, newer=newer)
+    assert "from the newest runs: [newer.json](results/newer.json)." in page and cells(page)[2][2] == "4.00x"
 
 
 def test_accuracies_are_means_over_seeds(book):

@@ -152,8 +152,11 @@ def dtypes(reports: Reports) -> str:
         cells = [times(speedup(row, float32)), mebibytes(memory), share]
         lines.append([f"{name}, batch {row['batch']:,}", row["dtype"], *cells])
     head = ["step", "computed in", "speedup over float32", "MiB", "% of float32 memory"]
+    table = markdown(head, lines)
+    if files.keys() <= reports.keys():
+        return table
     newest_runs = f"The rows in float32 are from the newest runs: {', '.join(map(link, files))}. The others are older."
-    return f"{markdown(head, lines)}\n\n{newest_runs}"
+    return f"{table}\n\n{newest_runs}"
 
 
 def step_of(row: Row) -> tuple:
