@@ -279,19 +279,14 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
-        parts, automaton = (model.perception, model.update), model.automaton.get_value()
-
-        def draw():
-            return [[random.random(layer.shape[:-1]) < 0.5 for layer in part] for part in parts]
-
+        automaton = model.automaton.get_value()
         if self.first_gates == "drawn" or self.trials > 1:
-            drawn = draw()
+            choice = first_gates.drawn(automaton, key)
         else:
             starts = self.starts(jnp.zeros(1, jnp.uint32))
             start, target = np.asarray(starts)[0], np.asarray(self.targets(starts))
-            drawn = first_gates.separating(draw, automaton, start, target, self.steps, random)
-        for part, passes_on_b in zip(parts, drawn, strict=True):
+            choice = first_gates.separating(automaton, start, target, self.steps, key)
+        for part, passes_on_b in zip((model.perception, model.update), choice, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
                 exchanged = first_gates.with_inputs_exchanged(layer[...], self.parametrization)
                 layer[...] = jnp.where(chosen[..., None], exchanged, layer[...])

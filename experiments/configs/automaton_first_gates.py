@@ -3,64 +3,105 @@
 With such gates, a tick only copies values between channels and neighboring cells: see docs/automata.md.
 """
 
-from collections.abc import Callable, Sequence
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax import Array, lax
+from jaxtyping import Bool, Int, PRNGKeyArray
 
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
-from jaxbp.logic.wires.automaton_wires import CENTER, Automaton
+from jaxbp.logic.ops._automaton_formula import neighborhoods
+from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD, Automaton
 
-Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""One boolean array per perception layer, and one per update layer. A gate outputs b if its element is true, else a."""
-SEPARATING_DRAWS, SEPARATING_CHANGES = 200, 500
+Choice = tuple[list[Array], list[Array]]
+"""One boolean array per perception layer, `(kernels, gates)`, and one per update layer, `(gates,)`. A gate outputs b if
+its element is true, else a."""
+CANDIDATES, ROUNDS = 8, 2000
+"""`separating` compares this number of choices per round, in at most this number of rounds."""
 CHANGED_GATES = 3
-"""The average number of gates that a change of `separating` affects."""
+"""The average number of gates in which a candidate differs from the best choice."""
 
 
-def separating(
-    draw: Callable[[], Draw],
+def drawn(automaton: Automaton, key: PRNGKeyArray, share: float = 0.5) -> Choice:
+    """Return a random choice in which each gate outputs b with probability `share`."""
+    shapes = [(automaton.kernels, w.gates) for w in automaton.perception], [(w.gates,) for w in automaton.update]
+    keys = iter(jax.random.split(key, len(shapes[0]) + len(shapes[1])))
+    return tuple([jax.random.bernoulli(next(keys), share, shape) for shape in part] for part in shapes)
+
+
+def separating(automaton: Automaton, start: np.ndarray, target: np.ndarray, steps: int, key: PRNGKeyArray) -> Choice:
+    """Return a choice with few wrong cells (see `confused`): the best random choice, improved by random changes."""
+    _, wanted = np.unique(target.reshape(-1, target.shape[-1]), axis=0, return_inverse=True)
+    return _search(automaton, start, wanted.ravel(), key, steps=steps, targets=int(wanted.max()) + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "targets"))
+def _search(automaton, start, wanted, key, *, steps, targets):
+    weights = jax.random.bits(jax.random.fold_in(key, 0), (NEIGHBORHOOD, automaton.channels))
+    score = jax.vmap(lambda choice: confused(automaton, choice, start, wanted, weights, steps=steps, targets=targets))
+
+    def draws(round_, share):
+        return jax.vmap(lambda k: drawn(automaton, k, share))(jax.random.split(jax.random.fold_in(key, round_), CANDIDATES))
+
+    def improved(state):
+        round_, best, least = state
+        changed = jax.tree.map(jnp.logical_xor, best, draws(round_, CHANGED_GATES / automaton.gates))
+        counts = score(changed)
+        i = jnp.argmin(counts)
+        kept = jax.tree.map(lambda new, old: jnp.where(counts[i] <= least, new[i], old), changed, best)
+        return round_ + 1, kept, jnp.minimum(counts[i], least)
+
+    first = draws(1, 0.5)
+    counts = score(first)
+    best = jax.tree.map(lambda layer: layer[jnp.argmin(counts)], first)
+    return lax.while_loop(lambda s: (s[0] < ROUNDS + 2) & (s[2] > 0), improved, (2, best, jnp.min(counts)))[1]
+
+
+def confused(
     automaton: Automaton,
-    start: np.ndarray,
-    target: np.ndarray,
+    choice: Choice,
+    start: Bool[Array, "height width channels"],
+    wanted: Int[Array, " cells"],
+    weights: Array,
+    *,
     steps: int,
-    random: np.random.Generator,
-) -> Draw:
-    """Return gates with few wrong cells (see `confused`): the best of random choices, improved by random changes."""
-    draws = [draw() for _ in range(SEPARATING_DRAWS)]
-    counts = [confused(automaton, drawn, start, target, steps) for drawn in draws]
-    least, best = min(counts), draws[np.argmin(counts)]
-    share = CHANGED_GATES / sum(layer.size for part in best for layer in part)
-    for _ in range(SEPARATING_CHANGES):
-        changed = [[layer ^ (random.random(layer.shape) < share) for layer in part] for part in best]
-        count = confused(automaton, changed, start, target, steps)
-        if count <= least:
-            least, best = count, changed
-    return best
-
-
-def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
+    targets: int,
+) -> Int[Array, ""]:
     """Return the number of cells that are wrong after `steps` ticks with the best last tick.
 
-    Earlier ticks use the gates `drawn`. The last tick may be any function of a cell's 3 x 3 neighborhood. The best
+    Earlier ticks use the gates `choice`. The last tick may be any function of a cell's 3 x 3 neighborhood. The best
     function gives cells with equal neighborhoods their most frequent target.
 
     Args:
-      start: the initial state, `(height, width, channels)`.
-      target: the visible channels after `steps` ticks, `(height, width, visible)`.
+      wanted: the number of each cell's target, below `targets`.
+      weights: random bits, `(9, channels)`. Neighborhoods are equal if the sums of their weights are.
     """
-    targets = target.reshape(-1, target.shape[-1])
-    channels, places = np.array(_sources(automaton, *drawn)).T
-    seen = _seen(start, automaton.periodic)
-    for _ in range(steps - 1):
-        seen = _seen(seen[:, :, places, channels], automaton.periodic)
-    seen = np.packbits(seen.reshape(len(targets), -1), axis=1)
-    _, seen = np.unique(seen.view(f"V{seen.shape[1]}").ravel(), return_inverse=True)
-    _, wanted = np.unique(targets, axis=0, return_inverse=True)
-    counts = np.zeros((seen.max() + 1, wanted.max() + 1), int)
-    np.add.at(counts, (seen.ravel(), wanted.ravel()), 1)
-    return len(targets) - counts.max(axis=1).sum()
+    height, width, channels = start.shape
+    channel, cell = _sources(automaton, choice)
+    moves = jnp.stack([cell // 3 - 1, cell % 3 - 1])
+    source, zeros = jnp.arange(channels), jnp.zeros((2, channels), int)
+
+    def back(_, state):
+        source, offset, low, high = state
+        offset += moves[:, source]
+        return channel[source], offset, jnp.minimum(low, offset), jnp.maximum(high, offset)
+
+    source, offset, low, high = lax.fori_loop(0, steps - 1, back, (source, zeros, zeros, zeros))
+    y, x = np.arange(height)[:, None], np.arange(width)
+    (dy, dx), (low_y, low_x), (high_y, high_x) = (a[..., None, None] for a in (offset, low, high))
+    image = jnp.asarray(start)[(y + dy) % height, (x + dx) % width, source[:, None, None]]
+    if not automaton.periodic:  # a value that leaves the grid is lost
+        image &= (y + low_y >= 0) & (y + high_y < height) & (x + low_x >= 0) & (x + high_x < width)
+    sums = jnp.sum(jnp.where(image, weights[:, :, None, None], 0), axis=1)
+    each = np.arange(NEIGHBORHOOD)
+    seen = jnp.sum(neighborhoods(sums, automaton.periodic)[each, each], axis=0).ravel()
+    order = jnp.argsort(seen)
+    group = jnp.cumsum(jnp.diff(seen[order], prepend=seen[order[:1]]) != 0)
+    counts = jnp.zeros((wanted.size, targets), int).at[group, wanted[order]].add(1)
+    return wanted.size - jnp.sum(jnp.max(counts, axis=1))
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
@@ -70,35 +111,16 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
     return logits[..., np.array(order)]
 
 
-def _sources(
-    automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
-) -> list[tuple[int, int]]:
+def _sources(automaton: Automaton, choice: Choice) -> tuple[Int[Array, " channels"], Int[Array, " channels"]]:
     """Return, for each channel, from where a tick copies its value: a channel, and a cell of the 3 x 3 neighborhood.
 
-    The cells are numbered from 0 to 8, row by row. `perception` and `update` are the parts of a `Draw`.
+    The cells are numbered from 0 to 8, row by row.
     """
-
-    def passed_on(part, chosen):
-        return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
-
-    perceived, updated = passed_on(automaton.perception, perception), passed_on(automaton.update, update)
-    sources = []
-    for place in range(automaton.channels):
-        for layer in reversed(updated):
-            place = layer[place]
-        if place < automaton.channels:
-            sources.append((int(place), CENTER))
-            continue
-        channel, bit, kernel = np.unravel_index(
-            place - automaton.channels, (automaton.channels, automaton.bits, automaton.kernels)
-        )
-        for layer in reversed(perceived):
-            bit = layer[kernel, bit]
-        sources.append((int(channel), int(bit)))
-    return sources
-
-
-def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
-    height, width = state.shape[:2]
-    return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
+    C, K, bits = automaton.channels, automaton.kernels, automaton.bits
+    place = jnp.arange(C)
+    for wires, passes_on_b in reversed(list(zip(automaton.update, choice[1], strict=True))):
+        place = jnp.where(passes_on_b[place], wires.b[place], wires.a[place])
+    channel, bit, kernel = jnp.unravel_index(jnp.maximum(place - C, 0), (C, bits, K))
+    for wires, passes_on_b in reversed(list(zip(automaton.perception, choice[0], strict=True))):
+        bit = jnp.where(passes_on_b[kernel, bit], wires.b[bit], wires.a[bit])
+    return jnp.where(place < C, place, channel), jnp.where(place < C, CENTER, bit)
