@@ -30,6 +30,7 @@ from jaxbp.training.optimizers import FusedOptimizer, fused_adamw
 Settings = Mapping[str, Any]
 PUBLISHED: Settings = dict(
     pass_through=10.0,
+    or_logit=0.0,
     weight_decay=1e-2,
     hard_share=0.0,
     rounded_share=0.0,
@@ -46,11 +47,18 @@ HARD_GATES: Settings = PUBLISHED | dict(
 )
 ROUNDED_STATES: Settings = HARD_GATES | dict(hard_share=0.0, rounded_share=0.1, weight_decay=0.02)
 PATTERNS: Settings = ROUNDED_STATES | dict(
-    learning_rate=0.2, pass_through=10.0, first_gates="separating", restart_after=1000, search_steps=2000
+    learning_rate=0.2,
+    pass_through=10.0,
+    or_logit=5.0,
+    first_gates="separating",
+    restart_after=2500,
+    search_steps=500,
 )
 SEARCHED, MOST_SEARCHED = 2**30, 4
 """The seed of the first initial state for which the local search repairs an automaton, and the most such states."""
-MOST_WRONG = 0.05
+OR = 7
+"""The number of the function a OR b."""
+MOST_WRONG = 0.02
 """The largest share of wrong values with which the local search begins."""
 
 
@@ -101,6 +109,8 @@ class AutomatonConfig(TrainingConfig):
     """Weight decay of AdamW."""
     pass_through: Annotated[float | None, Range()] = None
     """Initial logit of the function that passes on one input."""
+    or_logit: Annotated[float | None, Range()] = None
+    """Initial logit of the function a OR b. Only the parametrization softmax has such a logit."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
     """Share of the gates that are hard at the last update. They keep the gradients of relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
@@ -162,6 +172,9 @@ class AutomatonConfig(TrainingConfig):
             implementation=self.implementation,
             rngs=nnx.Rngs(key),
         )
+        if self.parametrization == "softmax" and self.or_logit:
+            for layer in (*model.perception, *model.update):
+                layer[...] = layer[...].at[..., OR].set(self.or_logit)
         if self.first_gates != "a":
             self._draw_first_gates(model, key)
         return model, self._training_loss
@@ -279,12 +292,11 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        automaton = model.automaton.get_value()
-        if self.first_gates == "drawn" or self.trials > 1:
+        automaton, starts = model.automaton.get_value(), self.starts(jnp.zeros(1, jnp.uint32))
+        start, target = np.asarray(starts)[0], np.asarray(self.targets(starts))
+        if self.first_gates == "drawn" or self.trials > 1 or not start.any():
             choice = first_gates.drawn(automaton, key)
         else:
-            starts = self.starts(jnp.zeros(1, jnp.uint32))
-            start, target = np.asarray(starts)[0], np.asarray(self.targets(starts))
             choice = first_gates.separating(automaton, start, target, self.steps, key)
         for part, passes_on_b in zip((model.perception, model.update), choice, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):
@@ -305,7 +317,7 @@ def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, l
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
     settings: ClassVar[Settings] = PATTERNS
-    hardening: ClassVar = (24_000, 240)
+    hardening: ClassVar = (60_000, 600)
 
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         raise NotImplementedError

@@ -44,7 +44,7 @@ class CheckerboardConfig(PatternConfig):
     """A checkerboard with squares of 2 x 2 cells, grown from random states."""
 
     name: ClassVar[str] = "ca-checkerboard"
-    settings: ClassVar = PATTERNS | dict(shrink=2, restart_after=250)
+    settings: ClassVar = PATTERNS | dict(or_logit=0.0, shrink=2, restart_after=250)
     hardening: ClassVar = (6000, 120)
     any_grid: ClassVar = True
     grid: ClassVar = (16, 16)
@@ -84,8 +84,7 @@ class LizardConfig(PatternConfig):
     """A lizard, grown from one cell."""
 
     name: ClassVar[str] = "ca-lizard"
-    settings: ClassVar = PATTERNS | dict(learning_rate=0.1, restart_after=2500)
-    hardening: ClassVar = (60_000, 600)
+    settings: ClassVar = PATTERNS | dict(learning_rate=0.1)
     grid: ClassVar = (20, 20)
     periodic: ClassVar = True
     channels: ClassVar = 128

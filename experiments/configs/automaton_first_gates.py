@@ -4,6 +4,7 @@ With such gates, a tick only copies values between channels and neighboring cell
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,25 @@ from jaxbp.logic.wires.automaton_wires import CENTER, NEIGHBORHOOD, Automaton
 Choice = tuple[list[Array], list[Array]]
 """One boolean array per perception layer, `(kernels, gates)`, and one per update layer, `(gates,)`. A gate outputs b if
 its element is true, else a."""
-CANDIDATES, ROUNDS = 8, 2000
-"""`separating` compares this number of choices per round, in at most this number of rounds."""
-CHANGED_GATES = 3
-"""The average number of gates in which a candidate differs from the best choice."""
+SEARCHES, ROUNDS, SPREAD = 32, 1500, 500
+"""The number of searches of `separating`, their rounds, and after how many rounds all continue from the best choice."""
+CHANGED_GATES = 0.5
+"""The average number of gates per layer that a round changes."""
 
 
-def drawn(automaton: Automaton, key: PRNGKeyArray, share: float = 0.5) -> Choice:
-    """Return a random choice in which each gate outputs b with probability `share`."""
+def drawn(automaton: Automaton, key: PRNGKeyArray, changed: float | None = None) -> Choice:
+    """Return a random choice in which half of the gates output b, or `changed` gates per layer, on average."""
     shapes = [(automaton.kernels, w.gates) for w in automaton.perception], [(w.gates,) for w in automaton.update]
     keys = iter(jax.random.split(key, len(shapes[0]) + len(shapes[1])))
-    return tuple([jax.random.bernoulli(next(keys), share, shape) for shape in part] for part in shapes)
+    share = (lambda shape: 0.5) if changed is None else (lambda shape: changed / math.prod(shape))
+    return tuple([jax.random.bernoulli(next(keys), share(shape), shape) for shape in part] for part in shapes)
 
 
 def separating(automaton: Automaton, start: np.ndarray, target: np.ndarray, steps: int, key: PRNGKeyArray) -> Choice:
-    """Return a choice with few wrong cells (see `confused`): the best random choice, improved by random changes."""
+    """Return a choice with few wrong cells (see `confused`), found by local searches that begin with random choices.
+
+    In each round, each search changes a few gates, and keeps the change unless more cells are wrong.
+    """
     _, wanted = np.unique(target.reshape(-1, target.shape[-1]), axis=0, return_inverse=True)
     return _search(automaton, start, wanted.ravel(), key, steps=steps, targets=int(wanted.max()) + 1)
 
@@ -43,21 +48,27 @@ def _search(automaton, start, wanted, key, *, steps, targets):
     weights = jax.random.bits(jax.random.fold_in(key, 0), (NEIGHBORHOOD, automaton.channels))
     score = jax.vmap(lambda choice: confused(automaton, choice, start, wanted, weights, steps=steps, targets=targets))
 
-    def draws(round_, share):
-        return jax.vmap(lambda k: drawn(automaton, k, share))(jax.random.split(jax.random.fold_in(key, round_), CANDIDATES))
+    def draws(round_, changed=None):
+        keys = jax.random.split(jax.random.fold_in(key, round_), SEARCHES)
+        return jax.vmap(lambda k: drawn(automaton, k, changed))(keys)
 
     def improved(state):
         round_, best, least = state
-        changed = jax.tree.map(jnp.logical_xor, best, draws(round_, CHANGED_GATES / automaton.gates))
+        changed = jax.tree.map(jnp.logical_xor, best, draws(round_, CHANGED_GATES))
         counts = score(changed)
-        i = jnp.argmin(counts)
-        kept = jax.tree.map(lambda new, old: jnp.where(counts[i] <= least, new[i], old), changed, best)
-        return round_ + 1, kept, jnp.minimum(counts[i], least)
+        kept = jnp.minimum(counts, least)
+        best = jax.tree.map(lambda new, old: jnp.where(_like(counts <= least, new), new, old), changed, best)
+        spread = (round_ % SPREAD == 0) & (kept > jnp.min(kept))
+        best = jax.tree.map(lambda a: jnp.where(_like(spread, a), a[jnp.argmin(kept)], a), best)
+        return round_ + 1, best, jnp.where(spread, jnp.min(kept), kept)
 
-    first = draws(1, 0.5)
-    counts = score(first)
-    best = jax.tree.map(lambda layer: layer[jnp.argmin(counts)], first)
-    return lax.while_loop(lambda s: (s[0] < ROUNDS + 2) & (s[2] > 0), improved, (2, best, jnp.min(counts)))[1]
+    first = draws(1)
+    state = lax.while_loop(lambda s: (s[0] < ROUNDS + 2) & jnp.all(s[2] > 0), improved, (2, first, score(first)))
+    return jax.tree.map(lambda layer: layer[jnp.argmin(state[2])], state[1])
+
+
+def _like(searches, layer):
+    return searches.reshape(-1, *[1] * (layer.ndim - 1))
 
 
 def confused(

@@ -6,8 +6,8 @@ Each quoted string is one setting: arguments of `python -m experiments.train`, w
 """
 
 import dataclasses
-import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting: 0, 1, ...")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="seconds after which a run ends its training")
     parser.add_argument("--only", type=int, metavar="SEED", help="only train one setting, and print its row")
     given = parser.parse_args(args)
     if given.only is not None:
-        print(json.dumps(trained((given.settings[0], given.only))))
+        print(json.dumps(trained((given.settings[0], given.only), given.seconds)))
         return 0
     if given.json is None:
         parser.error("the following arguments are required: --json")
@@ -69,16 +71,17 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # set before JAX starts: the runs share the GPUs
     compiler = c_compiler() if any("logic-conv" in settings for settings in given.settings) else {}
     with ThreadPoolExecutor(given.processes) as pool:
-        rows = pool.map(functools.partial(trained_in_a_process, limit=given.limit), tasks)
+        runs = [pool.submit(trained_in_a_process, task, given.limit, given.seconds) for task in tasks]
+        rows = (run.result() for run in as_completed(runs))
         return write_rows("seeds", args, compiler, rows, given.json)
 
 
-def trained_in_a_process(task: Task, limit: float) -> dict[str, Any]:
+def trained_in_a_process(task: Task, limit: float, seconds: float = math.inf) -> dict[str, Any]:
     """Return the row of a run. A run that dies, or takes more than `limit` seconds, loses only its row, which then has
     the reason."""
     settings, seed = task
     row = {"settings": settings, "seed": seed}
-    command = [sys.executable, "-m", PROGRAM, settings, "--only", str(seed)]
+    command = [sys.executable, "-m", PROGRAM, settings, "--only", str(seed), "--seconds", str(seconds)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit)
     except subprocess.TimeoutExpired:
@@ -94,14 +97,14 @@ def config_of(task: Task) -> TrainingConfig:
     return train.parse([*shlex.split(settings), "--seed", str(seed)]).experiment
 
 
-def trained(task: Task) -> dict[str, Any]:
-    config = config_of(task)
+def trained(task: Task, seconds: float = math.inf) -> dict[str, Any]:
+    config, end = config_of(task), time.monotonic() + seconds
     config, dataset = dataclasses.replace(config, devices=devices.number_of(config)), config.load()
     prepared, epochs = prepare(config, dataset), []
     for metrics, state, _ in loop.run(prepared, prepared.state):
         epochs.append(metrics)
         params = state.params
-        if config.is_last(metrics.epoch, metrics.test_accuracy):
+        if config.is_last(metrics.epoch, metrics.test_accuracy) or time.monotonic() > end:
             break
     nnx.update(prepared.model, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), params))
     return {

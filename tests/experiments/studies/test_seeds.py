@@ -60,6 +60,12 @@ def test_automata_say_how_often_they_are_right(tiny_automaton, monkeypatch):
     assert row["updates"] == 80 and row["gates"] > 0
 
 
+def test_a_run_ends_its_training_after_a_number_of_seconds(tiny_automaton, monkeypatch):
+    monkeypatch.setattr(seeds, "config_of", lambda task: tiny_automaton(seed=task[1]))
+    row = seeds.trained(("ca-tiny", 0), seconds=0)
+    assert row["epochs"] == 1 and row["updates"] < 80 and row["gates"] > 0
+
+
 def test_logic_networks_say_how_many_gates_remain_when_simplified():
     settings = "logic --wiring learned --candidates 4 --layers 1 --gates 50 --levels 1 --epochs 1"
     settings += " --initialization normal --implementation xla"
