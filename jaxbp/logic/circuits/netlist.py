@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,8 +160,8 @@ class BitCircuit(ByContent):
 class Netlist(BitCircuit):
     """A circuit as a list of gates, in which each gate comes after the gates that it reads.
 
-    A source is an input or a gate: number i means input i, and `inputs + g` means gate g. `of` and `from_gates` sort
-    the gates by depth (the number of gates on the longest path from an input), then by function.
+    A source is an input or a gate: number i means input i, and `inputs + g` means gate g. The constructor sorts the
+    gates by depth (the number of gates on the longest path from an input), then by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -176,24 +175,34 @@ class Netlist(BitCircuit):
     a: Int[np.ndarray, " gates"]
     b: Int[np.ndarray, " gates"]
     results: Int[np.ndarray, " outputs"]
-    groups: Sequence[tuple[int, int]]
+    groups: Sequence[tuple[int, int]] = dataclasses.field(init=False)
 
     def __post_init__(self):
-        size = _integers("gates", self.gates).size
-        try:
-            groups = tuple((operator.index(begin), operator.index(end)) for begin, end in self.groups)
-        except (TypeError, ValueError):
-            groups = None
-        bounds = [0, *(end for _, end in groups or ())]
-        if groups != tuple(itertools.pairwise(bounds)) or bounds != sorted({*bounds}) or bounds[-1] != size:
-            wanted = f"ranges (begin, end) of at least one gate, one after another from 0 to {size}"
-            raise ValueError(f"Netlist: groups is {self.groups!r}; wants {wanted}")
-        begins = np.repeat(bounds[:-1], np.diff(bounds)).astype(int)
-        inputs, *checked = _checked(self.inputs, self.gates, self.a, self.b, self.results, begins)
-        if (wrong := np.flatnonzero(checked[0] != checked[0][begins])).size:
-            raise ValueError(f"Netlist: gates[{wrong[0]}] differs from the first gate of its group; wants equal gates")
-        for name, values in zip(("inputs", "gates", "a", "b", "results"), (inputs, *checked), strict=True):
-            object.__setattr__(self, name, values)
+        inputs = bounded_count("Netlist", "inputs", self.inputs)
+        names = "gates", "a", "b", "outputs"
+        gates, a, b, outputs = map(_integers, names, (self.gates, self.a, self.b, self.results))
+        if not gates.size == a.size == b.size:
+            raise ValueError(
+                f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
+                "wants one a and one b per gate"
+            )
+        if not outputs.size:
+            raise ValueError("Netlist: there are no outputs; wants at least one output")
+        require_below("Netlist", "gates", gates, GATES, "the number of functions")
+        for name, sources in (("a", a), ("b", b)):
+            require_below("Netlist", name, sources, inputs + np.arange(gates.size), "the source of the gate itself")
+        require_below("Netlist", "outputs", outputs, inputs + gates.size, "the number of sources")
+        depth = [0] * inputs
+        for i, j in zip(a.tolist(), b.tolist(), strict=True):
+            depth.append(1 + max(depth[i], depth[j]))
+        runs = _runs(gates, np.array(depth[inputs:], int))
+        order = np.concatenate([np.arange(0), *runs])
+        now_at = np.arange(inputs + gates.size)
+        now_at[inputs + order] = inputs + np.arange(gates.size)
+        sorted_ = dict(gates=gates[order].astype(np.uint8), a=now_at[a[order]], b=now_at[b[order]])
+        groups = tuple(itertools.pairwise(itertools.accumulate(map(len, runs), initial=0)))
+        for name, value in dict(inputs=inputs, **sorted_, results=now_at[outputs], groups=groups).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
@@ -205,22 +214,7 @@ class Netlist(BitCircuit):
           ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; or a number is out of
             range.
         """
-        inputs, gates, a, b, outputs = _checked(inputs, gates, a, b, outputs)
-        depth = [0] * inputs
-        for i, j in zip(a.tolist(), b.tolist(), strict=True):
-            depth.append(1 + max(depth[i], depth[j]))
-        runs = _runs(gates, np.array(depth[inputs:], int))
-        order = np.concatenate([np.arange(0), *runs])
-        now_at = np.arange(inputs + gates.size)
-        now_at[inputs + order] = inputs + np.arange(gates.size)
-        return cls(
-            inputs=inputs,
-            gates=gates[order],
-            a=now_at[a[order]],
-            b=now_at[b[order]],
-            results=now_at[outputs],
-            groups=tuple(itertools.pairwise(itertools.accumulate(map(len, runs), initial=0))),
-        )
+        return cls(inputs, gates, a, b, outputs)
 
     @classmethod
     def of(cls, circuit: BitCircuit) -> "Netlist":
@@ -450,29 +444,6 @@ def _runs(*keys: np.ndarray) -> list[np.ndarray]:
     keys = np.stack(keys)
     order = np.lexsort(keys)
     return np.split(order, 1 + np.flatnonzero(np.diff(keys[:, order]).any(axis=0))) if order.size else []
-
-
-def _checked(
-    inputs: Any, gates: Any, a: Any, b: Any, outputs: Any, begins: np.ndarray | None = None
-) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Check the arguments, and return them as integers. Each gate must come after the gates that it reads. Gates of one
-    group must not read each other. For each gate, `begins` has the first gate of the gate's group."""
-    inputs = bounded_count("Netlist", "inputs", inputs)
-    gates, a, b, outputs = map(_integers, ("gates", "a", "b", "outputs"), (gates, a, b, outputs))
-    if not gates.size == a.size == b.size:
-        raise ValueError(
-            f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
-            "wants one a and one b per gate"
-        )
-    if not outputs.size:
-        raise ValueError("Netlist: there are no outputs; wants at least one output")
-    require_below("Netlist", "gates", gates, GATES, "the number of functions")
-    itself = "the source of the gate itself" if begins is None else "the source of the first gate of the group"
-    bounds = inputs + (np.arange(gates.size) if begins is None else begins)
-    require_below("Netlist", "a", a, bounds, itself)
-    require_below("Netlist", "b", b, bounds, itself)
-    require_below("Netlist", "outputs", outputs, inputs + gates.size, "the number of sources")
-    return inputs, gates.astype(np.uint8), a, b, outputs
 
 
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
