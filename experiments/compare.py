@@ -73,13 +73,13 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(config: CompareConfig, command: str) -> int:
     refuse_unwritable(config.json, config.html)
     with jax.default_matmul_precision(config.matmul_precision), kept_in(config.json):
-        report = run(config, command)
+        report, comparison = run(config, command)
     if config.html is not None:
-        write(config.html, page(report).encode())
+        write(config.html, page(report, comparison).encode())
     return 1 if any(one["failed"] and not one["missing"] for one in report["measured"]) else 0
 
 
-def run(config: CompareConfig, command: str) -> dict[str, Any]:
+def run(config: CompareConfig, command: str) -> tuple[dict[str, Any], Comparison]:
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(
@@ -124,7 +124,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
             keep(complete=False)
     if curves:
         console.print(curves_table(curves, REFERENCE))
-    return keep(complete=True)
+    return keep(complete=True), comparison
 
 
 def _default_implementations() -> tuple[str, ...]:

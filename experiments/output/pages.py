@@ -120,7 +120,7 @@ Report = Mapping[str, Any]
 _TEXT = "#010203"
 
 
-def page(report: Report) -> str:
+def page(report: Report, comparison: Comparison) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
@@ -129,7 +129,7 @@ def page(report: Report) -> str:
         before = section("Training", _figures(report, _draw_curves, _draw_distances) + table)
     notes = f"{report['precision']} precision", versions, report["date"]
     after = f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>"
-    return Comparison.of(report).page(notes, before, after)
+    return comparison.page(notes, before, after)
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:

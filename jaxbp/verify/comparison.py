@@ -4,10 +4,9 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -134,21 +133,6 @@ class Comparison:
         """One sentence per implementation except the reference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
-
-    @classmethod
-    def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or its JSON, in which an infinite difference is None."""
-
-        def difference(values):
-            known = {key: math.inf if value is None else value for key, value in values.items()}
-            return Difference(**known | {"shape": tuple(values["shape"])})
-
-        def measured(values):
-            programs = {name: values[name] and Program(**values[name]) for name in ("gradients", "hessian_product")}
-            return Measured(**values | programs | {"differences": tuple(map(difference, values["differences"]))})
-
-        report = {field.name: report[field.name] for field in dataclasses.fields(cls)}
-        return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
 
     def to_html(self, path: str | os.PathLike) -> None:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")

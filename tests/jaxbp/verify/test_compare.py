@@ -2,7 +2,6 @@ import dataclasses
 import functools
 import html
 import io
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -194,11 +193,6 @@ def test_a_comparison_is_a_page_of_its_own(tmp_path):
     assert not {element.tag for element in root.iter()} & {"script", "link", "img"}
     bars = [len(bar) for bar in re.findall("█+", text)]
     assert len(bars) == 4 and max(bars) == 60
-
-
-def test_a_comparison_is_made_again_from_its_plain_values():
-    comparison = quickly(WRONG, X, implementations=["xla", "pallas"])
-    assert Comparison.of(json.loads(json.dumps(dataclasses.asdict(comparison)))) == comparison
 
 
 def _sums(wrong):
