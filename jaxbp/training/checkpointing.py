@@ -31,12 +31,6 @@ def check_memory(op: str, memory: Any) -> None:
         )
 
 
-def check_steps(op: str, name: str, steps: Any) -> int:
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"{op}: {name} is {steps!r}; wants a static int of at least 0")
-    return int(steps)
-
-
 def advance(
     step: Callable,
     state: Any,
@@ -304,7 +298,7 @@ def checkpointed_scan(
     sizes = {np.shape(a)[0] for a in jax.tree.leaves(xs)} | ({length} - {None})
     if len(sizes) != 1:
         raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of steps")
-    steps = check_steps(op, "length", sizes.pop())
+    steps = checks.count(op, "length", sizes.pop(), 0)
     init, xs = jax.tree.map(jnp.asarray, (init, xs))
     if memory == "all" or steps == 0:
         return lax.scan(f, init, xs, steps, reverse)

@@ -26,7 +26,7 @@ from jaxbp.logic.wires.automaton_wires import Automaton, AutomatonArgument
 from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import Axes, mesh_of
-from jaxbp.training.checkpointing import Memory, advance, check_memory, check_steps, reverse_scan
+from jaxbp.training.checkpointing import Memory, advance, check_memory, reverse_scan
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
@@ -319,7 +319,7 @@ def _call(
     to its result, by name, if `op` is a backward."""
     layers, first = _check(op, logits, automaton, state, parametrization)
     check_memory(op, memory)
-    steps = None if steps is None else check_steps(op, "steps", steps)
+    steps = None if steps is None else checks.count(op, "steps", steps, 0)
     draws = _draws(op, key, fire_rate, rounding_rate, steps)
     options = dict(steps=1 if steps is None else steps, fire_rate=float(fire_rate), memory=memory)
     options |= dict(parametrization=parametrization, implementation=implementation)

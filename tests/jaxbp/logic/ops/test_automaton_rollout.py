@@ -10,7 +10,6 @@ import jaxbp
 from experiments.bench.peers.published_automaton import tick as published_tick
 from jaxbp.logic.gates import PARAMETERS, PASS_THROUGH
 from jaxbp.logic.ops import _automaton_kernels
-from jaxbp.training.checkpointing import check_steps
 
 KEY = jax.random.key(7)
 
@@ -303,7 +302,8 @@ def test_kept_memory_grows_as_the_policy_says():
         ),
         (dict(state=jnp.ones((2, 3, 3, 2), int)), TypeError, "state has dtype int32; wants a floating dtype"),
         (dict(logits=([], [])), ValueError, "logits is not a pair of lists with one array per layer; wants 3 arrays"),
-        (dict(steps=-1), ValueError, "steps is -1; wants a static int of at least 0"),
+        (dict(steps=-1), ValueError, "steps is -1; wants an int of at least 0"),
+        (dict(steps=True), ValueError, "steps is True; wants an int of at least 0"),
         (dict(memory="some"), ValueError, "memory is 'some'; wants 'all', 'states', 'logarithmic', or"),
         (dict(fire_rate=0.5), ValueError, "key is None and fire_rate is 0.5; wants a key"),
         (dict(fire_rate=1.5, key=KEY), ValueError, r"fire_rate is 1.5; wants a number in \[0.0, 1.0\]"),
@@ -343,8 +343,3 @@ def test_an_empty_batch():
     )
     assert last.shape == dstate.shape == state.shape
     assert not any(map(jnp.any, jax.tree.leaves(dlogits)))
-
-
-def test_steps_are_static():
-    with pytest.raises(ValueError, match="steps is True; wants a static int"):
-        check_steps("automaton_rollout", "steps", True)
