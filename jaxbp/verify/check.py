@@ -19,7 +19,7 @@ from jaxbp.verify.arguments import (
 )
 from jaxbp.verify.judge import TOLERANCES, Tolerance
 from jaxbp.verify.points import EXTRA_DATA, OTHER_INTEGERS
-from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow, Progress
+from jaxbp.verify.report import NOT_FLOATING, CheckResult, CheckRow, progress_of
 from jaxbp.verify.study import Settings, Study, is_broken
 
 ORDERS = (1, 2, 3)
@@ -108,7 +108,7 @@ def check(
         implementations = IMPLEMENTATIONS if takes_implementation(op) else (None,)
     if gradient_of is not None:
         implementations, order = [name for name in implementations if name != "autodiff"], 1
-    rows, notes, progress = [], [], Progress(name_of(op))
+    rows, notes, progress = [], [], progress_of(name_of(op))
     settings = Settings(
         implementations, order, kinks, kink_convention, added, tolerances, most_elements, seed, gradient_of, progress
     )

@@ -1,10 +1,9 @@
 import dataclasses
 import io
-import sys
-import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +13,6 @@ WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
 NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
-SILENT, EVERY = 1.0, 0.2
-"""Seconds before the first line of `Progress`, and between two lines."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,27 +184,10 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-class Progress:
-    """The progress of a long check, in one line."""
-
-    def __init__(self, name: str):
-        self._name, self._start, self._width = name, time.monotonic(), 0
-        self._next = self._start + SILENT
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._width:
-            self._write("")
-            sys.stderr.write("\r")
-
-    def show(self, text: str) -> None:
-        if (now := time.monotonic()) >= self._next and sys.stderr.isatty():
-            self._next = now + EVERY
-            self._write(f"check {self._name}, {now - self._start:.0f} s: {text}"[:79])
-
-    def _write(self, line):
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
+def progress_of(name: str) -> Progress:
+    """Return the progress of a check, in one line on a terminal. `update(0, doing=...)` says what is checked."""
+    console = Console(stderr=True)
+    line = TextColumn("check {task.description}, {task.elapsed:.0f} s: {task.fields[doing]}", markup=False)
+    progress = Progress(line, console=console, transient=True, disable=not console.is_terminal)
+    progress.add_task(name, doing="")
+    return progress

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.progress import Progress
 
 from jaxbp.pairing import Implementation
 from jaxbp.verify import points as at
@@ -21,7 +22,7 @@ from jaxbp.verify.judge import NOT_FINITE, Judge, Tolerance, close
 from jaxbp.verify.points import LEVELS, LEVELS_OF_SEVERAL, USER_DATA, Point
 from jaxbp.verify.programs import WRAPPERS, Programs
 from jaxbp.verify.reference import Expected, Reference
-from jaxbp.verify.report import NOT_FLOATING, CheckRow, Progress
+from jaxbp.verify.report import NOT_FLOATING, CheckRow
 
 MOST_ELEMENTS, WORK, MOST_NUMBERS, MOST_KINKS = (64, 10_000), 2**23, 2**22, 16
 MOST_OF_RULE = 600
@@ -214,7 +215,7 @@ class Study:
             except Exception as error:
                 verdict = "failed" if programs is not self.autodiff else "inconclusive"
                 return [*rows, self._row(programs, verdict, _named(error), point.name, order, dtypes[0].name)]
-            self.settings.progress.show(f"{dtypes[0].name}, order {order}, {point.name}")
+            self.settings.progress.update(0, doing=f"{dtypes[0].name}, order {order}, {point.name}")
         return rows
 
     def _in_dtype(self, programs, dtype, points):
