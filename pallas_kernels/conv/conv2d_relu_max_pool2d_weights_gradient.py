@@ -104,18 +104,6 @@ def weights_gradient(
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1, for filters of F x G elements.
       window: R and S.
     """
-    return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
-
-
-@kernel(plan=_plan)
-def weights_gradient_interpreted(
-    dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
-) -> tuple[Array, Array]:
-    """Compute `weights_gradient` without shared memory, for Pallas' interpreter."""
-    return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
-
-
-def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     (K, P, Q, _), C, (F, G), (R, S) = dy.shape, x.shape[0], _filter_size(dy, x, window), window
     channels, windows = config.channels, config.windows
     check_divides("conv2d_relu_max_pool2d_weights_gradient.weights_gradient", "channels", channels, K)
@@ -123,7 +111,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     splits, units, per_split, _ = config.division(dy, x)
     taps, rows, steps = channels * F * G, _sums(channels, F * G), Q // windows
 
-    def body(dy, place, x, out, lanes_of_sums=None, *, split, k, c):
+    def body(dy, place, x, out, lanes_of_sums, *, split, k, c):
         def add_unit(n, sums):
             row, q = quotient(n, steps), remainder(n, steps) * windows
             p, lanes = remainder(row, P), pl.ds(quotient(row, P) * LANES, LANES)
@@ -150,12 +138,8 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
         sums = lax.fori_loop(first, last, add_unit, (zero,) * (taps + channels))
         # One vector over the lanes per weight and per bias, then padding.
         for n, total in enumerate([*sums, *[zero] * (rows - len(sums))]):
-            if through_shared_memory:
-                lanes_of_sums[n] = total
-            else:
-                out[split, k, c, n] = jnp.sum(total)
-        if through_shared_memory:
-            sums_over_lanes(lanes_of_sums, out.at[split, k, c])
+            lanes_of_sums[n] = total
+        sums_over_lanes(lanes_of_sums, out.at[split, k, c])
 
     sums = launch(
         body,
@@ -164,7 +148,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
         grid={"split": splits, "k": K // channels, "c": C},
-        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)] if through_shared_memory else (),
+        scratch=[plgpu.SMEM((rows, LANES), jnp.float32)],
         barriers=False,
         name="conv2d_relu_max_pool2d_backward_weights",
     )

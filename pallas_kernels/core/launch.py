@@ -68,7 +68,7 @@ def launch(
       grid: axis name -> number of CTAs. The last axis runs fastest.
       warpgroups: number per CTA. The body gets its warpgroup's index as `warpgroup`.
       cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster.
-      scratch: shared memory and barriers, only for GPUs and the simulator: see `on_gpu`.
+      scratch: shared memory and barriers. Barriers are only for GPUs and the simulator: see `on_gpu`.
       barriers: whether Mosaic synchronizes a warpgroup around each store. Pass False if a barrier, such as
         `plgpu.commit_smem`, precedes each read of another thread's data.
       sums_across_warps: whether the body sums along an axis that several warps share. Mosaic then reserves 2 KiB of
@@ -110,7 +110,7 @@ def launch(
         with _check_vma(False):
             results = functions(entries)[0](*arrays, interpret=params)
     else:
-        if not scratch and jax.default_backend() == "cpu":
+        if not _has_barriers(scratch) and jax.default_backend() == "cpu":
             _warn_interpreted()
         results = _bind(name, functions, arrays, entries, in_place if CHANGES_IN_PLACE else None)
     return jax.tree.unflatten(jax.tree.structure(out), unify_varying_axes((arrays, list(results)))[1])
@@ -183,16 +183,19 @@ class _NeedsGPU(NotImplementedError):
 
 
 def _interpret(body, *arrays, structure, out, grid, name, scratch):
-    if scratch:
-        raise _NeedsGPU(
-            f"{name}: uses shared memory, which the interpreter lacks; wants a GPU or the context `simulated`"
-        )
+    if _has_barriers(scratch):
+        raise _NeedsGPU(f"{name}: uses barriers, which the interpreter lacks; wants a GPU or the context `simulated`")
 
     def kernel_body(*refs):
         with interpreting():
             body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
 
-    return pl.pallas_call(kernel_body, out_shape=out, grid=tuple(grid.values()), interpret=True, name=name)(*arrays)
+    call = dict(out_shape=out, grid=tuple(grid.values()), scratch_shapes=scratch, interpret=True, name=name)
+    return pl.pallas_call(kernel_body, **call)(*arrays)
+
+
+def _has_barriers(scratch):
+    return not all(isinstance(a, pl.MemoryRef) for a in jax.tree.leaves(scratch))
 
 
 _launch_p = Primitive("launch")

@@ -30,9 +30,14 @@ def interpreting() -> Iterator[None]:
         _interpreting.reset(token)
 
 
+def interpreted() -> bool:
+    """Return whether Pallas' interpreter runs the body."""
+    return _interpreting.get()
+
+
 def without_registers() -> bool:
     """Return whether the simulator or Pallas' interpreter runs the body, so that arrays have no register layout."""
-    return simulating() is not None or _interpreting.get()
+    return simulating() is not None or interpreted()
 
 
 FINDS_RACES = jax.__version_info__ >= (0, 12)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.core.launch import launch, on_gpu
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, SUMMED_ROWS, largest_divisor, sums_over_lanes
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
@@ -92,16 +92,10 @@ def mixtures_gradients(
     dy: Array, weights: Array, candidates: Array, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
     """Return (dv, dweights). dv is `(groups * K, N)`."""
-    functions = (functools.partial(_gradients, config=config, tiled=tiled) for tiled in (True, False))
-    return on_gpu(*functions, dy, weights, candidates, x)
-
-
-def _gradients(dy, weights, candidates, x, config, tiled):
-    # The interpreter lacks the shared memory in which tiles are summed.
     (wires, count), groups, N = weights.shape, candidates.shape[0], x.shape[1]
     of_group, blocks = wires // groups, N // (config.blocks * LANES)
     tile = 16 if of_group * count <= 16 else SUMMED_ROWS
-    rows = -(-of_group * count // tile) * tile if tiled else of_group * count
+    rows = -(-of_group * count // tile) * tile
 
     def body(dy_ref, weights_ref, candidates_ref, x_ref, dv_ref, dweights_ref, *tiles, block, group):
         lanes = [pl.ds((block * config.blocks + i) * LANES, LANES) for i in range(config.blocks)]
@@ -116,9 +110,6 @@ def _gradients(dy, weights, candidates, x, config, tiled):
         products = itertools.product(gradients, values) if dweights_ref is not None else ()
         for n, (dy, value) in enumerate(products):
             vector = _sum(a * b for a, b in zip(dy, value, strict=True))
-            if not tiled:
-                dweights_ref[block, group * rows + n] = jnp.sum(vector)
-                continue
             # The tiles alternate, so that one barrier per tile is enough.
             tile_ref = tiles[n // tile % 2]
             tile_ref[n % tile] = vector
@@ -137,7 +128,7 @@ def _gradients(dy, weights, candidates, x, config, tiled):
         ),
         skippable=[0, 1],
         grid={"block": blocks, "group": groups},
-        scratch=[plgpu.SMEM((tile, LANES), jnp.float32)] * 2 if tiled else (),
+        scratch=[plgpu.SMEM((tile, LANES), jnp.float32)] * 2,
         barriers=False,
         name="wire_layer_backward",
     )

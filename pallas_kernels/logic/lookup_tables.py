@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.core.launch import launch, on_gpu
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, largest_divisor, sums_over_lanes
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
@@ -128,16 +128,10 @@ def lookup_tables_gradients(
     dy: Array, tables: Array, a: Array, b: Array, x: Array, *, config: BackwardConfig
 ) -> tuple[Array, Array]:
     """Return (dreads, dtables). dreads is `(4 * gates, N)`."""
-    functions = (functools.partial(_gradients, config=config, tiled=tiled) for tiled in (True, False))
-    return on_gpu(*functions, dy, tables, a, b, x)
-
-
-def _gradients(dy, tables, a, b, x, config, tiled):
-    # The interpreter lacks the shared memory in which tiles are summed.
     (gates, _), N = tables.shape, x.shape[1]
     blocks = N // (config.blocks * LANES)
 
-    def body(dy_ref, tables_ref, a_ref, b_ref, x_ref, dreads_ref, dtables_ref, *tiles, block, gate):
+    def body(dy_ref, tables_ref, a_ref, b_ref, x_ref, dreads_ref, dtables_ref, tile_ref, *, block, gate):
         table = None if dreads_ref is None else [tables_ref[gate, k] for k in range(ENTRIES)]
         totals = None
         for i in range(config.blocks):
@@ -148,12 +142,9 @@ def _gradients(dy, tables, a, b, x, config, tiled):
                 dreads_ref[4 * gate + v, lanes] = dinput
             totals = products if totals is None else list(map(jnp.add, totals, products))
         for k, total in enumerate(totals if dtables_ref is not None else ()):
-            if tiled:
-                tiles[0][k] = total
-            else:
-                dtables_ref[block, gate * ENTRIES + k] = jnp.sum(total)
-        if tiled and dtables_ref is not None:
-            sums_over_lanes(tiles[0], dtables_ref.at[block, pl.ds(gate * ENTRIES, ENTRIES)])
+            tile_ref[k] = total
+        if dtables_ref is not None:
+            sums_over_lanes(tile_ref, dtables_ref.at[block, pl.ds(gate * ENTRIES, ENTRIES)])
 
     dreads, dtables = launch(
         body,
@@ -168,7 +159,7 @@ def _gradients(dy, tables, a, b, x, config, tiled):
         ),
         skippable=[0, 1],
         grid={"block": blocks, "gate": gates},
-        scratch=[plgpu.SMEM((ENTRIES, LANES), jnp.float32)] if tiled else (),
+        scratch=[plgpu.SMEM((ENTRIES, LANES), jnp.float32)],
         barriers=False,
         name="lut_layer_backward",
     )

@@ -136,20 +136,15 @@ _L2_SHARE = 0.8
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    arrays, by_input = (dy, coefficients, graph, x), backward_kernels.gradients_by_input
+    arrays = dy, coefficients, graph, x
     for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
         if kernel.unsupported(*arrays) is None:
-            return on_gpu(kernel, by_input, *arrays)
-
-    def by_two_kernels(dy, coefficients, graph, x):
-        dx = backward_kernels.input_gradient(dy, coefficients, graph, x)
-        return dx, backward_kernels.coefficients_gradient(dy, graph, x)
-
+            return kernel(*arrays)
     in_l2 = x.size * x.dtype.itemsize <= _L2_SHARE * device.target().l2_bytes
     is_short = x.shape[1] <= (_SHORT_ROW_IN_L2 if in_l2 else _SHORT_ROW)
     if is_short and backward_kernels.coefficients_gradient.unsupported(dy, graph, x) is None:
-        return on_gpu(by_two_kernels, by_input, *arrays)
-    return by_input(*arrays)
+        return backward_kernels.input_gradient(*arrays), backward_kernels.coefficients_gradient(dy, graph, x)
+    return backward_kernels.gradients_by_input(*arrays)
 
 
 def _graph(wires):

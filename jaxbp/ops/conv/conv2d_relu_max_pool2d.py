@@ -26,7 +26,6 @@ from pallas_kernels.conv import conv2d_weights_gradient_sm90 as weights_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward import forward as exact_forward
 from pallas_kernels.conv.conv2d_relu_max_pool2d_input_gradient import input_gradient as exact_input_gradient
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient as exact_weights_gradient
-from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
 from pallas_kernels.conv.filters_and_windows import taps
 from pallas_kernels.core.arrays import batch_first, batch_last
 from pallas_kernels.core.launch import on_gpu
@@ -120,11 +119,10 @@ def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precisio
 
 def _weights_gradient_kernel(dy, indices, x, tensor_cores, **options):
     arrays, kernel = (dy, indices, x), weights_gradient_sm90.weights_gradient
-    pays = tensor_cores and dy.shape[-1] >= _MIN_GRADIENT_BATCH
-    if not pays or kernel.unsupported(*arrays, **options):
-        kernel = exact_weights_gradient
-    interpreted = functools.partial(weights_gradient_interpreted, **options)
-    return on_gpu(functools.partial(kernel, **options), interpreted, *arrays)
+    exact = functools.partial(exact_weights_gradient, **options)
+    if tensor_cores and dy.shape[-1] >= _MIN_GRADIENT_BATCH and kernel.unsupported(*arrays, **options) is None:
+        return on_gpu(functools.partial(kernel, **options), exact, *arrays)
+    return exact(*arrays)
 
 
 def _input_gradient_kernel(dy, indices, w, tensor_cores, precision, *, input_size, window):

@@ -7,11 +7,7 @@ import pytest
 from exact_blocks import BLOCKS, WINDOW, operands, routed, shapes
 from helpers import assert_close, cuda_program, on_the_cpu
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import (
-    WeightsGradientConfig,
-    weights_gradient,
-    weights_gradient_interpreted,
-)
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import WeightsGradientConfig, weights_gradient
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
@@ -43,7 +39,7 @@ def test_the_interpreter_computes_the_same(block, windows):
     arrays = operands(block)
     config = windows and WeightsGradientConfig(1, windows, programs_per_multiprocessor=1)
     with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
-        actual = weights_gradient_interpreted(*arrays, window=WINDOW, config=config)
+        actual = weights_gradient(*arrays, window=WINDOW, config=config)
     assert_close(actual, in_float64(*arrays), "float32")
 
 

@@ -9,7 +9,7 @@ from helpers import normal, on_the_cpu
 
 from pallas_kernels.conv import conv2d
 from pallas_kernels.conv import conv2d_weights_gradient_sm90 as tensor_cores
-from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient_interpreted
+from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_gradient
 from pallas_kernels.conv.conv2d_weights_gradient_sm90 import Config
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
@@ -33,7 +33,7 @@ def integers(*shapes):
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
 
-exact_gradient = functools.partial(weights_gradient_interpreted, window=WINDOW)
+exact_gradient = functools.partial(weights_gradient, window=WINDOW)
 
 
 def gradient(*arrays):

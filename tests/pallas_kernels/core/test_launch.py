@@ -191,13 +191,13 @@ def test_the_body_gets_references_in_the_structure_of_the_arrays_and_results(has
     assert "mosaic_gpu" in cuda_program(run, x)
 
 
-def test_shared_memory_wants_a_gpu_or_the_simulator():
+def test_barriers_want_a_gpu_or_the_simulator():
     def body(x_ref, y_ref, scratch, *, i):
         y_ref[i, FIRST] = x_ref[i, FIRST]
 
-    scratch = [plgpu.SMEM((LANES,), jnp.float32)]
+    scratch = [plgpu.SMEM((LANES,), jnp.float32), plgpu.Barrier()]
     out = jax.ShapeDtypeStruct((2, LANES), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"^planted: uses shared memory, which the interpreter lacks"):
+    with pytest.raises(NotImplementedError, match=r"^planted: uses barriers, which the interpreter lacks"):
         launch(body, rows(), out=out, grid={"i": 2}, name="planted", scratch=scratch)
 
 
