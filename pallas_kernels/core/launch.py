@@ -187,7 +187,7 @@ def _interpret(body, *arrays, structure, out, grid, name, scratch):
         raise _NeedsGPU(f"{name}: uses barriers, which the interpreter lacks; wants a GPU or the context `simulated`")
 
     def kernel_body(*refs):
-        with interpreting():
+        with interpreting(True):
             body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
 
     call = dict(out_shape=out, grid=tuple(grid.values()), scratch_shapes=scratch, interpret=True, name=name)

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.mosaic import plgpu
-from pallas_kernels.core.simulator import interpreted, simulating
+from pallas_kernels.core.simulator import interpreting, simulating
 
 LANES = 128
 """Threads in a warpgroup (PTX ISA, wgmma). Vector lengths are multiples of `LANES`."""
@@ -43,7 +43,7 @@ SUMMED_ROWS = 32
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Write the sum of each row of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory. n is
     16 or a multiple of 32."""
-    if interpreted():
+    if interpreting.value:
         totals[...] = jnp.sum(rows[...], axis=1)
         return
     # A warp reads four rows, eight threads per row, without bank conflicts.

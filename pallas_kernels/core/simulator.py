@@ -1,7 +1,6 @@
 """The Mosaic GPU simulator, which runs kernels on a CPU, and uses private modules of JAX."""
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,8 @@ from jax.interpreters import mlir
 
 # A context's value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
+interpreting = jax.make_user_context(False)
+"""Within `interpreting(True)`, a kernel's body is traced for Pallas' interpreter."""
 
 
 def simulating() -> Any:
@@ -17,27 +18,9 @@ def simulating() -> Any:
     return _simulation.value
 
 
-_interpreting = contextvars.ContextVar("interpreting", default=False)
-
-
-@contextlib.contextmanager
-def interpreting() -> Iterator[None]:
-    """Return a context in which a kernel's body is traced for Pallas' interpreter."""
-    token = _interpreting.set(True)
-    try:
-        yield
-    finally:
-        _interpreting.reset(token)
-
-
-def interpreted() -> bool:
-    """Return whether Pallas' interpreter runs the body."""
-    return _interpreting.get()
-
-
 def without_registers() -> bool:
     """Return whether the simulator or Pallas' interpreter runs the body, so that arrays have no register layout."""
-    return simulating() is not None or interpreted()
+    return simulating() is not None or interpreting.value
 
 
 FINDS_RACES = jax.__version_info__ >= (0, 12)
