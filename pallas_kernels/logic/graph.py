@@ -1,10 +1,8 @@
 import dataclasses
 
-import jax
 from jax import Array
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """The wires of a layer of two-input gates, as a graph whose nodes are the inputs and whose edges are the gates.
@@ -23,7 +21,6 @@ class Graph:
         gates through which the trail leaves the input come first.
       trail_places: `(gates,)`, each gate's index in `trail_consumers`. A gate is there twice, once per input. The index
         is for the input that the trail leaves through the gate.
-      regular: whether all inputs have equally many consumers.
     """
 
     a: Array
@@ -36,9 +33,14 @@ class Graph:
     trail_consumers: Array
     trail_partners: Array
     trail_places: Array
-    regular: bool = dataclasses.field(metadata=dict(static=True))
+    inputs: int = dataclasses.field(metadata=dict(static=True))
     max_fan_out: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def gates(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[-1]
+
+    @property
+    def regular(self) -> bool:
+        """Whether gates read all inputs equally often."""
+        return self.inputs * self.max_fan_out == 2 * self.gates

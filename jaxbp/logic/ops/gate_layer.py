@@ -47,7 +47,6 @@ from pallas_kernels.core import device
 from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import backward as backward_kernels
 from pallas_kernels.logic import forward as forward_kernel
-from pallas_kernels.logic.graph import Graph
 from pallas_kernels.logic.mixture import mixture, mixture_gradient
 
 
@@ -117,13 +116,13 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _forward_kernel(coefficients, wires, x, *, groups=None):
-    y = forward_kernel.forward(coefficients, _graph(wires), rows_of_kernels(x))
+    y = forward_kernel.forward(coefficients, wires, rows_of_kernels(x))
     y = from_rows_of_kernels(y, x.shape[:-1])
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    dx, dc = _fastest_gradients(rows_of_kernels(dy.astype(x.dtype)), coefficients, _graph(wires), rows_of_kernels(x))
+    dx, dc = _fastest_gradients(rows_of_kernels(dy.astype(x.dtype)), coefficients, wires, rows_of_kernels(x))
     return dc.astype(coefficients.dtype), from_rows_of_kernels(dx, x.shape[:-1])
 
 
@@ -145,10 +144,6 @@ def _fastest_gradients(dy, coefficients, graph, x):
     if is_short and backward_kernels.coefficients_gradient.unsupported(dy, graph, x) is None:
         return backward_kernels.input_gradient(*arrays), backward_kernels.coefficients_gradient(dy, graph, x)
     return backward_kernels.gradients_by_input(*arrays)
-
-
-def _graph(wires):
-    return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
 _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))

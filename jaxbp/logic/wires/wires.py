@@ -7,18 +7,18 @@ import jax
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Int
 
 from jaxbp.common import checks
 from jaxbp.common.cases import FixedArgument
 from jaxbp.common.content import ByContent
+from pallas_kernels.logic.graph import Graph
 
 MAX_SIZE = 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Wires(ByContent):
+class Wires(ByContent, Graph):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
     Make wires once, on the host, by the class methods. The constructor checks nothing. Wires are a pytree, and jitted
@@ -30,28 +30,6 @@ class Wires(ByContent):
       inputs: the number of inputs, including inputs that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
-
-    a: Int[Array, " gates"]
-    b: Int[Array, " gates"]
-    consumers: Int[Array, " 2*gates"]
-    partners: Int[Array, " 2*gates"]
-    offsets: Int[Array, " 2*inputs+1"]
-    trail: Int[Array, "3 gates"]
-    trail_inputs: Int[Array, " inputs"]
-    trail_consumers: Int[Array, " 2*gates"]
-    trail_partners: Int[Array, " 2*gates"]
-    trail_places: Int[Array, " gates"]
-    inputs: int = dataclasses.field(metadata=dict(static=True))
-    max_fan_out: int = dataclasses.field(metadata=dict(static=True))
-
-    @property
-    def gates(self) -> int:
-        return self.a.shape[-1]
-
-    @property
-    def regular(self) -> bool:
-        """Whether gates read all inputs equally often."""
-        return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:

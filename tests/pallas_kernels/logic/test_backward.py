@@ -41,7 +41,7 @@ def structs(inputs, gates, N, dtype="float32"):
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((gates, N), dtype), ((gates, 4), "float32"), ((inputs, N), dtype))
     )
-    return dy, coefficients, op._graph(wires), x
+    return dy, coefficients, wires, x
 
 
 def reference(dy, coefficients, wires, x):
@@ -54,7 +54,7 @@ def separate(dy, coefficients, graph, x):
 
 
 def fastest(dy, coefficients, wires, x):
-    return op._fastest_gradients(dy, coefficients, op._graph(wires), x)
+    return op._fastest_gradients(dy, coefficients, wires, x)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_simulator_finds_them_right(function, wires, N):
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), N)
     with on_the_cpu(), simulated():
-        results = jax.jit(function)(dy, coefficients, op._graph(wires), x)
+        results = jax.jit(function)(dy, coefficients, wires, x)
     assert_close(results, reference(dy, coefficients, wires, x), "float32")
 
 
@@ -86,7 +86,7 @@ def test_one_gradient_alone_is_the_same_in_the_simulator(function, wires, skippe
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR)[wires](), LANES)
     with on_the_cpu(), simulated(), skipped_outputs(kernels, skipped):
-        results = function(dy, coefficients, op._graph(wires), x)
+        results = function(dy, coefficients, wires, x)
     assert not results[skipped].any()
     assert_close(results[1 - skipped], reference(dy, coefficients, wires, x)[1 - skipped], "float32")
 
@@ -106,7 +106,7 @@ def test_neighboring_gates_may_share_a_row_of_dy_in_the_simulator(function, wire
         pytest.skip("older simulators lack layouts of shared memory")
     dy, coefficients, wires, x = operands((WIRES | REGULAR | ONE_CONSUMER)[wires](), LANES)
     with on_the_cpu(), simulated():
-        results = jax.jit(function)(dy[:2], coefficients, op._graph(wires), x)
+        results = jax.jit(function)(dy[:2], coefficients, wires, x)
     repeated = jnp.repeat(dy[:2], wires.gates // 2, axis=0)
     assert_close(results, reference(repeated, coefficients, wires, x), "float32")
 
@@ -223,7 +223,7 @@ def test_two_kernels_are_for_short_rows_and_for_longer_ones_of_an_x_in_the_l2_ca
 
 def test_the_config_asked_for_is_taken():
     dy, coefficients, wires, x = operands(Wires.random(6, 6, seed=0), 4 * LANES)
-    graph, expected = op._graph(wires), reference(dy, coefficients, wires, x)
+    graph, expected = wires, reference(dy, coefficients, wires, x)
     with on_the_cpu():
         for config in (kernels.ByInputConfig(1, LANES), kernels.ByInputConfig(2, 2 * LANES)):
             assert_close(BY_INPUT(dy, coefficients, graph, x, config=config), expected, "float32")

@@ -4,7 +4,6 @@ import pytest
 from helpers import assert_close, cuda_program, normal, on_the_cpu
 
 from jaxbp import Wires
-from jaxbp.logic.ops.gate_layer import _graph
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, targeting
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
@@ -19,7 +18,7 @@ WIRES = {
 
 def operands(wires, N, dtype="float32"):
     coefficients, x = normal((wires.gates, 4), (wires.inputs, N))
-    return coefficients, _graph(wires), x.astype(dtype)
+    return coefficients, wires, x.astype(dtype)
 
 
 def reference(coefficients, graph, x):
@@ -63,7 +62,7 @@ def test_it_lowers_for_cuda(N, dtype):
     ],
 )
 def test_a_program_has_the_longest_lane_block_and_more_gates_of_a_short_one(gates, N, dtype, config):
-    graph = _graph(jax.eval_shape(lambda: Wires.random(gates, gates, seed=0)))
+    graph = jax.eval_shape(lambda: Wires.random(gates, gates, seed=0))
     coefficients, x = jax.ShapeDtypeStruct((gates, 4), "float32"), jax.ShapeDtypeStruct((gates, N), dtype)
     assert forward.plan(coefficients, graph, x) == config
 

@@ -3,19 +3,18 @@ import numpy as np
 import pytest
 
 from jaxbp import Wires
-from jaxbp.logic.ops.gate_layer import _graph
 
 
 @pytest.fixture(params=[(5, 6), (6, 6), (8, 4)], ids=str)
 def graph(request):
-    return _graph(Wires.random(*request.param, seed=0))
+    return Wires.random(*request.param, seed=0)
 
 
 def test_it_is_a_pytree_whose_static_fields_are_part_of_jits_cache_key(graph):
     leaves, structure = jax.tree.flatten(graph)
     assert len(leaves) == 10 and all(a.dtype == np.int32 for a in leaves)
     assert jax.jit(lambda graph: graph.max_fan_out + graph.a[0])(graph) == graph.max_fan_out + graph.a[0]
-    assert structure != jax.tree.structure(_graph(Wires.random(4, 8, seed=0)))
+    assert structure != jax.tree.structure(Wires.random(4, 8, seed=0))
 
 
 def test_consumers_and_partners_are_those_of_each_input(graph):
