@@ -38,7 +38,6 @@ from jaxbp.pairing import Implementation, Op, Pair, cast_once, differentiable, p
 from jaxbp.pairing.gradients import in_dtypes_of
 from jaxbp.pairing.mesh import batched
 from pallas_kernels.core.arrays import batch_first, batch_last
-from pallas_kernels.core.launch import on_gpu
 from pallas_kernels.logic import trees
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
@@ -153,19 +152,14 @@ def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
 
 def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, pool):
     geometry = dict(stride=stride, pool=pool)
-
-    def kernels(dy, indices, coefficients, wires, x):
-        dy, indices = jax.tree.map(batch_last, (dy, indices))
-        arrays, leaves = (coefficients, wires.leaves, _padded_last(x, padding)), (wires.leaves, wires.readers)
-        dc, dleaves = trees.leaf_gradients(dy, indices, *arrays, window=wires.window, **geometry)
-        begins = tuple(before for before, _ in padding)
-        dx = trees.input_gradient(
-            dleaves, indices, *leaves, wires.reader_offsets, size=x.shape[1:], padding=begins, **geometry
-        )
-        return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
-
-    formula = functools.partial(_gradients, padding=padding, **geometry)
-    return on_gpu(kernels, formula, dy, indices, coefficients, wires, x)
+    dy, indices = jax.tree.map(batch_last, (dy, indices))
+    arrays, leaves = (coefficients, wires.leaves, _padded_last(x, padding)), (wires.leaves, wires.readers)
+    dc, dleaves = trees.leaf_gradients(dy, indices, *arrays, window=wires.window, **geometry)
+    begins = tuple(before for before, _ in padding)
+    dx = trees.input_gradient(
+        dleaves, indices, *leaves, wires.reader_offsets, size=x.shape[1:], padding=begins, **geometry
+    )
+    return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
 
 def _padded_last(x, padding):
