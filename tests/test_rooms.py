@@ -207,8 +207,8 @@ TESTED_ELSEWHERE = {
     *("jaxbp/pairing/gradients", "jaxbp/pairing/op"),
     *(f"jaxbp/verify/{name}" for name in ("comparison", "derivatives", "judge", "points")),
     *(f"jaxbp/verify/{name}" for name in ("programs", "report", "study")),
-    # CI lacks these libraries. tests/test_architectures.py compiles for absent GPUs.
-    *("experiments/ahead_of_time", "experiments/bench/peers/torch"),
+    # tests/test_architectures.py compiles for absent GPUs.
+    "experiments/ahead_of_time",
 }
 OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/catalogue/test_{name}" for name in ("options", "promotion", "unwanted_gradients")),

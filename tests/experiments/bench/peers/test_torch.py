@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import jaxbp
+from experiments.bench.peers import Task
 from experiments.bench.workloads import document_ids, document_offsets
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+IS_INSTALLED = importlib.util.find_spec("torch") is not None
+pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason="needs PyTorch and torchlogix: from Python 3.12 on")
 LENGTH = 3000
 
 
@@ -44,6 +46,13 @@ def _sequences(peer, q, k, v, bias, starts, others, longest, longest_other, save
     parts = [[a[start:end].transpose(0, 1) for a in (q, k, v)] for start, end in bounds]
     results = [peer.F.scaled_dot_product_attention(*part, is_causal=is_causal).transpose(0, 1) for part in parts]
     return peer.torch.cat(results), None
+
+
+def test_of_lenet_the_modes_that_measured_fastest_are_timed(peer, monkeypatch):
+    monkeypatch.setattr(peer.torch.cuda, "is_available", lambda: True)
+    task = Task("lenet", {}, (), (), 0, "float32", "default", True, 1e-3, "best")
+    names = [name for name, *_ in peer.variants(task)]
+    assert names == ["compile, CUDA graph, TF32", "compile, channels last, CUDA graph, TF32"]
 
 
 def test_offsets_are_the_bounds_of_the_documents():
