@@ -1,4 +1,4 @@
-"""The dtypes in which ops compute, and accurate sums. Reduced axes keep size 1."""
+"""The dtypes in which ops compute, accurate sums, and losses of invalid labels. Reduced axes keep size 1."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,6 +103,21 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)
     return e, jnp.sum(e, axis=axis, keepdims=True)
+
+
+def are_valid(labels: Array, classes: Any) -> Array:
+    return (labels >= 0) & (labels < classes)
+
+
+def nan_unless(valid: Array, loss: Array) -> Array:
+    """Return the loss where `valid`, else NaN. For invalid losses, the gradient is also NaN, unless dy is 0."""
+    # The derivative multiplies the cotangent by the largest number twice, which overflows. Infinity times 0 is NaN.
+    zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
+    return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
+
+
+def dy_of_valid(dy: Array, labels: Array, classes: Any) -> Array:
+    return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:

@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, LABELS, Argument, Case, Entry, case_of, row_cases
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exponentials, largest_and_total, wide
-from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
+from jaxbp.common.numerics import are_valid, dy_of_valid, exponentials, largest_and_total, nan_unless, wide
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, in_dtypes_of
 from jaxbp.pairing.mesh import device_parts, mesh_of, sharding_of_rows
 from pallas_kernels.core.arrays import unify_varying_axes
@@ -41,8 +40,8 @@ def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     # On a mesh that divides the classes, this sum is an all-reduce, but a gather would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
-    largest, total = (a[:, 0] for a in largest_and_total(z, 1))
-    return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
+    largest, total = largest_and_total(z, 1)
+    return largest[:, 0], total[:, 0], jnp.sum(z, axis=1) if with_sum else None, at_label
 
 
 def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_smoothing, z_loss, softcap):
@@ -146,12 +145,12 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
     (dx, dw, db) of `Σ dy loss`. dy is one number, or one per row. dw and db have the given dtype, by default the dtype
     of w. `kernel` is as in `_losses_and_dlogits`."""
     shape, classes, dtype = x.shape, len(w), dtype or w.dtype
+    rows = _rows_of(x, labels, where)
     # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
     is_on_mesh = mesh_of((x, w, labels, b, where, dy)) is not None
     kernel = kernel and not is_on_mesh
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
-    rows = _rows_of(x, labels, where)
     parts = device_parts(rows[0].shape[0], (x, w, labels, b, where, dy))
     size = _chunk_rows(rows[0].shape[0] // parts, w)
     # XLA would add the sums of devices in half precision.
@@ -165,11 +164,12 @@ def _losses_and_gradients(x, w, labels, b, where, dy, *, kernel, precision, dtyp
         dx = jnp.matmul(dlogits, w, precision=precision)
         dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=sums_dtype)
         db = None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(sums_dtype)
-        return (dw, db) if size is None else jax.tree.map(jnp.add, sums, (dw, db)), (loss, dx)
+        return jax.tree.map(jnp.add, sums, (dw, db)) if sums else (dw, db), (loss, dx)
 
     sums = ()
     if dy is not None:
         rows += (jnp.broadcast_to(dy, shape[:-1]).reshape(rows[1].shape),)
+    if dy is not None and size is not None:
         sums = unify_varying_axes((w, tuple(None if a is None else jnp.zeros(a.shape, sums_dtype) for a in (w, b))))[1]
     sums, (loss, dx) = _over_chunks(step, sums, size, parts, *rows)
     loss = loss.reshape(shape[:-1])
@@ -205,6 +205,8 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     if reduction is None:
         return _forward(*arguments, reduction=None, **options), arguments
     dtype = wide(x.dtype)
+    # Rows with invalid labels have gradient 0 here. The backward replaces it by NaN, unless dy is 0.
+    is_invalid = ~are_valid(labels, len(w))
     count = _count(labels, where).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
     # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could underflow, so the
     # backward divides. The sums could overflow, so they stay in float32.
@@ -212,8 +214,6 @@ def _save(x, w, labels, b, where, *, reduction, **options):
         dy, kept_count, sums_dtype = jnp.ones((), dtype), count, dtype
     else:
         dy, kept_count, sums_dtype = 1 / count, None, x.dtype
-    # Rows with invalid labels have gradient 0 here. The backward replaces it by NaN, unless dy is 0.
-    is_invalid = ~are_valid(labels, len(w))
     loss, gradients = _losses_and_gradients(*arguments, jnp.where(is_invalid, 0, dy), dtype=sums_dtype, **options)
     saved = *gradients, is_invalid if where is None else is_invalid & where, kept_count
     return _reduced(loss, labels, where, reduction), saved

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from jaxbp.common import checks
 from jaxbp.common.cases import BATCH, DIGITS, LABELS, Argument, Entry, case_of
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import on_tensor_cores
+from jaxbp.common.numerics import are_valid, dy_of_valid, on_tensor_cores
 from jaxbp.ops.dense import _products as products
-from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
+from jaxbp.ops.dense.softmax_cross_entropy import logits_gradient, losses
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, in_dtypes_of
 from jaxbp.pairing.mesh import Axes, BatchAxes, batched, sharding_of_rows
 from pallas_kernels.core.arrays import batch_first, batch_last

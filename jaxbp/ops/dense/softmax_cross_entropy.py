@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxbp.common import checks
+from jaxbp.common import checks, numerics
 from jaxbp.common.cases import BATCH, DIGITS, Argument, Entry, case_of
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU
 from jaxbp.pairing import CastOnce, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.pairing.gradients import in_dtypes_of, summed_like
@@ -33,20 +32,20 @@ def _is_class(labels):
 def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
     dtype, rows = logits.dtype, _examples(where, logits)
     # After one conversion, autodiff rounds the gradient once. After several, it would add rounded gradients.
-    logits, labels = _included(upcast(logits), labels, where)
+    logits, labels = _included(numerics.upcast(logits), labels, where)
     log_probabilities, uniform = jax.nn.log_softmax(logits), _uniform(where, logits, label_smoothing)
     if _is_class(labels):
-        valid = are_valid(labels, logits.shape[-1])
+        valid = numerics.are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
         loss = -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0]
         if label_smoothing:
             loss = (1 - label_smoothing) * loss + _weighted(uniform, log_probabilities)
-        loss = nan_unless(valid, loss)
+        loss = numerics.nan_unless(valid, loss)
     else:
-        loss = _weighted(_smoothed(upcast(labels), uniform, label_smoothing), log_probabilities)
+        loss = _weighted(_smoothed(numerics.upcast(labels), uniform, label_smoothing), log_probabilities)
     if z_loss:
         loss += z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
-    return select(rows, loss, 0).astype(dtype)
+    return numerics.select(rows, loss, 0).astype(dtype)
 
 
 def _examples(where, logits):
@@ -64,13 +63,13 @@ def _included(logits, labels, where):
         return logits, labels
     if where.ndim < logits.ndim:
         each = where[..., None]
-        return select(each, logits, 0), select(where if _is_class(labels) else each, labels, 0)
-    rows, logits = _examples(where, logits), exclude(where, logits, -1)
+        return numerics.select(each, logits, 0), numerics.select(where if _is_class(labels) else each, labels, 0)
+    rows, logits = _examples(where, logits), numerics.exclude(where, logits, -1)
     if not _is_class(labels):
-        return logits, select(where, labels, 0)
+        return logits, numerics.select(where, labels, 0)
     where, labels = jnp.broadcast_to(where, logits.shape), labels.astype(jnp.int32)  # a byte may not hold every class
     possible = jnp.take_along_axis(where, jnp.clip(labels, 0, logits.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-    return logits, select(rows, jnp.where(possible, labels, logits.shape[-1]), 0)
+    return logits, numerics.select(rows, jnp.where(possible, labels, logits.shape[-1]), 0)
 
 
 def _uniform(where, logits, label_smoothing):
@@ -78,7 +77,7 @@ def _uniform(where, logits, label_smoothing):
         return label_smoothing / logits.shape[-1]
     where = jnp.broadcast_to(where, logits.shape)
     count = jnp.maximum(jnp.sum(where, axis=-1, keepdims=True), 1)
-    return jnp.where(where, label_smoothing / count.astype(upcast(logits).dtype), 0)
+    return jnp.where(where, label_smoothing / count.astype(numerics.upcast(logits).dtype), 0)
 
 
 def _smoothed(weights, uniform, label_smoothing):
@@ -90,38 +89,23 @@ def _weighted(weights, log_probabilities):
     return -jnp.sum(terms, axis=-1)
 
 
-def are_valid(labels, classes):
-    return (labels >= 0) & (labels < classes)
-
-
-def nan_unless(valid, loss):
-    """Return the loss where `valid`, else NaN. For invalid losses, the gradient is also NaN, unless dy is 0."""
-    # The derivative multiplies the cotangent by the largest number twice, which overflows. Infinity times 0 is NaN.
-    zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
-    return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
-
-
 def _is_masked(weights, log_probabilities):
     # The term of weight 0 and logit -inf is 0, not NaN.
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
-def dy_of_valid(dy, labels, classes):
-    return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
-
-
 def logits_gradient(dy, logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
-    dtype, dy = logits.dtype, select(_examples(where, logits), upcast(dy), 0)
+    dtype, dy = logits.dtype, numerics.select(_examples(where, logits), numerics.upcast(dy), 0)
     uniform = _uniform(where, logits, label_smoothing)
     logits, labels = _included(logits, labels, where)
     if _is_class(labels):
-        p = jax.nn.softmax(upcast(logits))
-        dy = dy_of_valid(dy, labels, p.shape[-1])[..., None]
+        p = jax.nn.softmax(numerics.upcast(logits))
+        dy = numerics.dy_of_valid(dy, labels, p.shape[-1])[..., None]
         weights = jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
         gradient = dy * (_with_z_loss(p, p, logits, z_loss) - _smoothed(weights, uniform, label_smoothing))
     else:
-        dy, (e, total) = dy[..., None], exponentials(logits, -1)
-        weights = _smoothed(upcast(labels), uniform, label_smoothing)
+        dy, (e, total) = dy[..., None], numerics.exponentials(logits, -1)
+        weights = _smoothed(numerics.upcast(labels), uniform, label_smoothing)
         factor = _with_z_loss(jnp.sum(weights, axis=-1, keepdims=True), 1.0, logits, z_loss)
         gradient = e * (dy * factor / total) - dy * weights
     return gradient.astype(dtype)
@@ -130,22 +114,22 @@ def logits_gradient(dy, logits, labels, where=None, *, label_smoothing=0.0, z_lo
 def _with_z_loss(value, factor, logits, z_loss):
     if not z_loss:
         return value
-    return value + factor * (2 * z_loss) * jax.nn.logsumexp(upcast(logits), axis=-1, keepdims=True)
+    return value + factor * (2 * z_loss) * jax.nn.logsumexp(numerics.upcast(logits), axis=-1, keepdims=True)
 
 
 def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=logits_gradient):
     dlogits = of_logits(dy, logits, labels, where, label_smoothing=label_smoothing, z_loss=z_loss)
     if _is_class(labels):
         return dlogits, None, None
-    dy = select(_examples(where, logits), upcast(dy), 0)[..., None]
+    dy = numerics.select(_examples(where, logits), numerics.upcast(dy), 0)[..., None]
     logits, labels = _included(logits, labels, where)
-    log_probabilities = jax.nn.log_softmax(upcast(logits))
-    log_probabilities = jnp.where(_is_masked(upcast(labels), log_probabilities), 0.0, log_probabilities)
+    log_probabilities = jax.nn.log_softmax(numerics.upcast(logits))
+    log_probabilities = jnp.where(_is_masked(numerics.upcast(labels), log_probabilities), 0.0, log_probabilities)
     return dlogits, ((label_smoothing - 1) * dy * log_probabilities).astype(labels.dtype), None
 
 
 def _losses_and_statistics(logits, labels):
-    largest, total = largest_and_total(logits, -1)
+    largest, total = numerics.largest_and_total(logits, -1)
     return losses(logits, labels), largest[..., 0], total[..., 0]
 
 
@@ -161,7 +145,7 @@ def _examples_last(a, shape):
 
 def _save_kernel(logits, labels, where, **options):
     loss, *statistics = _LOSSES_AND_STATISTICS(*_included(logits, labels, where))
-    return select(where, loss, 0), (logits, labels, where, *statistics)
+    return numerics.select(where, loss, 0), (logits, labels, where, *statistics)
 
 
 def _logits_gradient(dy, logits, labels, largest, total):
@@ -175,7 +159,7 @@ def _logits_gradient_kernel(dy, logits, *arrays):
 
 def _gradients_kernel(dy, logits, labels, where, *statistics, **options):
     def of_logits(dy, logits, labels, where, **options):
-        return _LOGITS_GRADIENT(select(where, dy, 0), *_included(logits, labels, where), *statistics)
+        return _LOGITS_GRADIENT(numerics.select(where, dy, 0), *_included(logits, labels, where), *statistics)
 
     return _gradients(dy, logits, labels, where, of_logits=of_logits, **options)
 
