@@ -11,7 +11,8 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from jaxbp.common import numerics
-from jaxbp.common.windows import dilated, output_size
+from jaxbp.common.windows import dilated
+from jaxbp.ops.dense import _products as products
 from jaxbp.pairing import transpose
 
 
@@ -51,17 +52,17 @@ def _is_product(x, w):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
+    spans = [size - (f - 1) * d for size, f, d in zip(x.shape[2:], w.shape[2:], dilation, strict=True)]
     columns = []
     for place in np.ndindex(w.shape[2:]):
         start = [at * d for at, d in zip(place, dilation, strict=True)]
-        stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, out, stride, strict=True)]
+        stop = [at + span for at, span in zip(start, spans, strict=True)]
         columns.append(lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *stride)))
-    terms, positions = math.prod(w.shape[1:]), math.prod((x.shape[1], *out))
+    terms, (batch, *out) = math.prod(w.shape[1:]), columns[0].shape[1:]
     filters = w.reshape(groups, w.shape[0] // groups, terms)
-    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, positions), precision=precision)
-    return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
+    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, batch * math.prod(out)), precision=precision)
+    return y.reshape(w.shape[0], batch, *out).swapaxes(0, 1)
 
 
 def _convolve(x, w, channels_last_on_cpu=True, *, padding, dimension_numbers, lhs_dilation=(1, 1), **options):
@@ -114,6 +115,13 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
         return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(of_sums)).astype(dy.dtype)
 
     return convolve(dy, w) if _is_product(dy, w) else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
+
+
+def input_gradient_product(dy, w, *, product=products.formula, input_size, **options):
+    matrix = filter_matrix(w, input_size, dy.shape[2:], **options)
+    rows = dy.reshape(dy.shape[0], math.prod(dy.shape[1:]))  # `len` does not return a symbolic batch
+    dx = product(rows, matrix, transposed=(False, True), precision=options["precision"], dtype=dy.dtype)
+    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
 
 
 def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):

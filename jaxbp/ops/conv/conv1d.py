@@ -184,9 +184,8 @@ def conv1d(
     """
     op = "conv1d"
     x, w, b = checks.floating(op, x=x, w=w, b=b)
-    layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x_shape, w_shape, options = check_shapes(op, x, w, b, layout, **given)
+    layout, x_shape, w_shape, options = check_shapes(op, x, w, b, dimension_numbers, **given, spatial_axes=1)
     if _is_depthwise(x_shape, w_shape, **options):
         return _depthwise(op, None, x, w, b, layout, implementation, options["padding"])
     x, w = layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec)
@@ -223,9 +222,8 @@ def conv1d_backward(
     op = "conv1d_backward"
     arguments = x, w, w
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
-    layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x_shape, w_shape, options = check_shapes(op, x, w, None, layout, **given)
+    layout, x_shape, w_shape, options = check_shapes(op, x, w, None, dimension_numbers, **given, spatial_axes=1)
     size = output_size(x_shape[2:], w_shape[2:], **options)
     layouts.check_shape(op, "dy", dy, layout.out_spec, x_shape[0], w_shape[0], *size)
     if _is_depthwise(x_shape, w_shape, **options):

@@ -58,18 +58,11 @@ def _forward_kernel(x, w, b, **options):
 def _input_gradient_kernel(dy, w, *, input_size, **options):
     pays = product_pays(w, input_size, dy.shape[2:], options["precision"])
     if pays and products.has_tensor_core_kernel(dy.dtype):
-        return _input_gradient_product(dy, w, product=products.kernel, input_size=input_size, **options)
+        return formulas.input_gradient_product(dy, w, product=products.kernel, input_size=input_size, **options)
     full = formulas.full_padding(dy.shape[2:], w.shape[2:], input_size, **options)
     spread = [(0, 0, 0), *((*sides, s - 1) for sides, s in zip(full, options["stride"], strict=True)), (0, 0, 0)]
     dy_last = lax.pad(batch_last(dy), jnp.zeros((), dy.dtype), spread)
     return batch_first(kernels.correlate(dy_last, formulas.flip_and_swap(w, options["groups"])), dy.shape[0])
-
-
-def _input_gradient_product(dy, w, *, product=products.formula, input_size, **options):
-    matrix = formulas.filter_matrix(w, input_size, dy.shape[2:], **options)
-    rows = dy.reshape(dy.shape[0], math.prod(dy.shape[1:]))  # `len` does not return a symbolic batch
-    dx = product(rows, matrix, transposed=(False, True), precision=options["precision"], dtype=dy.dtype)
-    return dx.reshape(dy.shape[0], w.shape[1], *input_size)
 
 
 def _weights_gradient_kernel(dy, x, **options):
@@ -133,7 +126,8 @@ def _default_input_gradient(dy, w, **options):
     if unsupported or not product_pays(w, *sizes, options["precision"]):
         return formula(dy, w)
     # cuBLAS computes this product faster than the kernel.
-    return lax.platform_dependent(dy, w, cuda=functools.partial(_input_gradient_product, **options), default=formula)
+    product = functools.partial(formulas.input_gradient_product, **options)
+    return lax.platform_dependent(dy, w, cuda=product, default=formula)
 
 
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
@@ -191,15 +185,16 @@ IMAGE_AXES = ("batch", "in_channels", "height", "width")
 FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
 
 
-def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1, groups=1) -> tuple[tuple, tuple, dict]:
-    spatial = len(layout.lhs_spec) - 2
-    w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
-    x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
+def check_shapes(op, x, w, b, dimension_numbers=None, *, groups=1, dilation=1, spatial_axes=2, **options) -> tuple:
+    """Return the layouts, the shapes of x and w in NCHW and OIHW, and the convolution's options."""
+    layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes)
+    w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial_axes:])
+    x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial_axes:])
     check_channels(op, x_shape, w_shape, checks.count(op, "groups", groups), x.shape)
-    options = options_of(op, x_shape[2:], w_shape[2:], stride, padding, dilation, groups, precision)
+    options = options_of(op, x_shape[2:], w_shape[2:], dilation=dilation, groups=groups, **options)
     if b is not None:
         checks.shape(op, "b", b, w_shape[0])
-    return x_shape, w_shape, options
+    return layout, x_shape, w_shape, options
 
 
 def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
@@ -263,9 +258,8 @@ def conv2d(
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
     x, w, b = checks.floating("conv2d", x=x, w=w, b=b)
-    layout = layouts.dimension_numbers("conv2d", dimension_numbers)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    _, _, options = check_shapes("conv2d", x, w, b, layout, **given)
+    layout, _, _, options = check_shapes("conv2d", x, w, b, dimension_numbers, **given)
     x, w = layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec)
     return layouts.restore(CONV2D(x, w, b, implementation=implementation, **options), layout.out_spec)
 

@@ -15,7 +15,6 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
 from jaxbp.ops.conv import _conv2d_formulas as formulas
-from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import max_pool2d
 from jaxbp.ops.conv.conv2d import check_shapes
 from jaxbp.pairing import Implementation, Op, Pair, batched, differentiable, formula_and_kernel, in_dtypes_of
@@ -302,8 +301,7 @@ def _call(op, x, w, b, window, stride, padding, precision, implementation):
 
 
 def _options(op, x, w, b, window, stride, padding, precision):
-    layout = layouts.dimension_numbers(op, None)
-    *_, convolution = check_shapes(op, x, w, b, layout, stride=stride, padding=padding, precision=precision)
+    *_, convolution = check_shapes(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
     windows, _ = pool_windows(op, size, window)
