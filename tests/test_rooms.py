@@ -3,7 +3,9 @@
 import ast
 import inspect
 import itertools
+import operator
 import re
+import sys
 import traceback
 from pathlib import Path
 
@@ -193,6 +195,40 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
     backward = [path for path, _ in itertools.groupby(rooms)]
     assert table == [str(Path(inspect.getsourcefile(jaxbp.max_pool2d)).relative_to(ROOT)), *backward]
     assert len(set(table)) == 6
+
+
+LABELS, WIRES = jnp.zeros(8, int), jaxbp.Wires.random(16, 24, seed=0)
+SQUARE_BACKWARDS = dict.fromkeys(("xla", "pallas"), lambda dy, x: 2 * x * dy)
+GRADIENTS = {
+    "square": (3, jaxbp.Pair(lambda x: x * x, SQUARE_BACKWARDS), 3),
+    "linear_softmax_cross_entropy": (21, lambda x, w: jaxbp.linear_softmax_cross_entropy(x, w, LABELS), (8, 5), (4, 5)),
+    "gate_layer": (31, lambda logits, x: jaxbp.gate_layer(logits, WIRES, x), (24, 16), (4, 16)),
+    "conv2d": (62, jaxbp.conv2d, (2, 1, 8, 8), (4, 1, 3, 3), 4),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_seldom_moves_between_files(name):
+    most, function, *shapes = GRADIENTS[name]
+    called = []
+
+    def trace():
+        loss = lambda *arrays: function(*arrays).sum()  # noqa: E731
+        jax.make_jaxpr(jax.grad(loss, range(len(shapes))))(*map(jnp.ones, shapes))
+
+    def record(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and any(path.is_relative_to(ROOT / room) for room in ROOMS):
+            called.append(path)
+
+    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("default"):
+        trace()  # fills the caches
+        sys.setprofile(record)
+        try:
+            trace()
+        finally:
+            sys.setprofile(None)
+    assert 0 < sum(map(operator.ne, called, called[1:])) <= most
 
 
 TESTED_ELSEWHERE = {
