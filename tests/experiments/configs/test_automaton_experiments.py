@@ -59,8 +59,8 @@ def test_every_pattern_has_one_recipe_and_some_have_other_attempts(tmp_path):
     assert [config.updates // config.restart_after for config in configs] == [24] * 4
     checkerboard, lizard, letter, picture = recipes
     assert letter == picture
-    assert checkerboard == picture | dict(shrink=2, restart_after=250)
-    assert lizard == picture | dict(learning_rate=0.1, restart_after=2500)
+    assert checkerboard == picture | dict(or_logit=0.0, shrink=2, restart_after=250)
+    assert lizard == picture | dict(learning_rate=0.1)
 
 
 def test_every_board_of_the_game_of_life_is_an_example():
