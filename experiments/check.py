@@ -18,7 +18,7 @@ from experiments.accuracy import measure
 from experiments.output.errors import UserError, kept_in, refuse_unknown, run_command
 from experiments.output.files import OptionalPath, refuse_unwritable
 from experiments.output.results import finite, keep
-from jaxbp.catalogue import CATALOGUE, Case, Entry
+from jaxbp.catalogue import CATALOGUE, Case, Entry, FixedArgument
 from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 from jaxbp.verify.arguments import bind, take_apart
 from jaxbp.verify.derivatives import value_and_gradients
@@ -43,6 +43,8 @@ class CheckConfig:
     """Instead, compute each op and its gradients this many times, and compare their bits."""
     seed: int = 0
     """Seed of the random arguments."""
+    scale: float = 1.0
+    """Factor for all arguments except probabilities, weights, and fixed arguments."""
     verbose: bool = False
     """Print one row per comparison, not one row per op."""
     json: OptionalPath = None
@@ -95,6 +97,13 @@ def selected(names: Sequence[str]) -> list[Entry]:
 def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
     with jax.enable_x64(dtype == "float64"):
         args = entry.small.draw(config.seed, dtype=jnp.dtype(dtype))
+        args = jax.tree.map(
+            lambda kind, a: (
+                a if isinstance(kind, FixedArgument) or kind.below is not None or kind.weights else config.scale * a
+            ),
+            entry.small.arguments,
+            args,
+        )
     return check(
         entry.function,
         *args,
