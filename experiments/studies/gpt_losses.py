@@ -39,14 +39,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def trained(place: str, batch: int, steps: int, dtype: str, implementations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the losses of the first implementation in float32, and those of each implementation in `dtype`, for the
-    model `GPT_WORKLOADS[place]`, and their largest relative difference from the losses in float32."""
+    """Yield the losses of the first implementation in float32, and then the losses of each implementation in `dtype`.
+
+    The model is `GPT_WORKLOADS[place]`. `difference` is the largest relative difference from the losses in float32.
+    """
     workload, first = gpt_workload(place), None
     state, *_ = workload.draw(0, batch, dtype)
     batches = _batches(workload.tokens, batch, steps)
     for implementation, dtype in [(implementations[0], "float32"), *((name, dtype) for name in implementations)]:
         function = workload.function(implementation, dtype)
-        # As in the bench, None: jaxbp's optimizer uses Optax where Optax is faster.
+        # The bench also passes None, with which jaxbp's optimizer uses Optax where Optax is faster.
         of_update = None if implementation == "pallas" else implementation
         update = fused_adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"], implementation=of_update)
 

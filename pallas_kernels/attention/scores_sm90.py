@@ -260,7 +260,7 @@ def _dealt(counts):
     sorted_together = counts.reshape(-1, _SORTED_ROUNDS * ctas)
     order = jnp.argsort(-sorted_together, axis=1, stable=True).astype(jnp.int32)
     order += jnp.arange(0, rounds * ctas, _SORTED_ROUNDS * ctas, dtype=jnp.int32)[:, None]
-    # Of round r, the CTA c gets the row number `c + r * ctas // rounds`, modulo the CTAs.
+    # In round r, the CTA c gets the row number `c + r * ctas // rounds`, modulo the number of CTAs.
     number = (np.arange(ctas)[:, None] + np.arange(rounds) * ctas // rounds) % ctas
     positions = order.reshape(rounds, ctas)[np.arange(rounds), number]
     of_cta = counts[positions]
