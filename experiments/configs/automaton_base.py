@@ -139,6 +139,8 @@ class AutomatonConfig(TrainingConfig):
     def __post_init__(self):
         super().__post_init__()
         self._check("search_steps", not self.search_steps or self.fire_rate == 1, "0, because cells update at random")
+        has_logit = self.parametrization == "softmax" or not self.or_logit
+        self._check("or_logit", has_logit, f"0, because the parametrization {self.parametrization!r} has no such logit")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
 
@@ -158,7 +160,7 @@ class AutomatonConfig(TrainingConfig):
         settings |= self.settings
         if self.hardening:
             settings["updates"], settings["epochs"] = self.hardening
-        return settings
+        return settings if self.parametrization == "softmax" else settings | dict(or_logit=0.0)
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LogicAutomaton(
@@ -172,7 +174,7 @@ class AutomatonConfig(TrainingConfig):
             implementation=self.implementation,
             rngs=nnx.Rngs(key),
         )
-        if self.parametrization == "softmax" and self.or_logit:
+        if self.or_logit:
             for layer in (*model.perception, *model.update):
                 layer[...] = layer[...].at[..., OR].set(self.or_logit)
         if self.first_gates != "a":

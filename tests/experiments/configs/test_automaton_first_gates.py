@@ -61,3 +61,10 @@ def test_gates_are_a_little_like_or_at_first(tiny_automaton):
     config = tiny_automaton(or_logit=5.0, pass_through=9.0, first_gates="drawn")
     for layer in jax.tree.leaves(config.build(jax.random.key(0))[0].logits):
         assert (layer[..., 7] == 5).all() and (jnp.sort(layer)[..., -3:] == jnp.array([0.0, 5.0, 9.0])).all()
+
+
+def test_only_softmax_has_a_logit_of_or():
+    softmax, walsh = (LizardConfig(parametrization=name) for name in ("softmax", "walsh"))
+    assert (softmax.or_logit, walsh.or_logit) == (5.0, 0.0)
+    with pytest.raises(ValueError, match=r"or_logit is 3.0; wants 0, because the parametrization 'walsh' has no such"):
+        LizardConfig(parametrization="walsh", or_logit=3.0)
