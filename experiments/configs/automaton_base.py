@@ -319,7 +319,7 @@ def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, l
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
     settings: ClassVar[Settings] = PATTERNS
-    hardening: ClassVar = (60_000, 600)
+    hardening: ClassVar = (160_000, 1600)
 
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         raise NotImplementedError

@@ -45,7 +45,7 @@ class CheckerboardConfig(PatternConfig):
 
     name: ClassVar[str] = "ca-checkerboard"
     settings: ClassVar = PATTERNS | dict(or_logit=0.0, shrink=2, restart_after=250)
-    hardening: ClassVar = (6000, 120)
+    hardening: ClassVar = (16_000, 320)
     any_grid: ClassVar = True
     grid: ClassVar = (16, 16)
     periodic: ClassVar = False

@@ -56,7 +56,7 @@ def test_every_pattern_has_one_recipe_and_some_have_other_attempts(tmp_path):
     Image.fromarray(np.zeros((2, 2), np.uint8)).save(path)
     configs = [CheckerboardConfig(), LizardConfig(), LetterConfig(), PictureConfig(target=path)]
     recipes = [{name: getattr(config, name) for name in (*PUBLISHED, "learning_rate")} for config in configs]
-    assert [config.updates // config.restart_after for config in configs] == [24] * 4
+    assert [config.updates // config.restart_after for config in configs] == [64] * 4
     checkerboard, lizard, letter, picture = recipes
     assert letter == picture
     assert checkerboard == picture | dict(or_logit=0.0, shrink=2, restart_after=250)
