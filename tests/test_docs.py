@@ -724,6 +724,12 @@ def test_a_program_has_its_time_and_memory_before_and_after_the_change(book):
     assert cells(page)[1] == ["A GPT, batch 2", "50.0", "49.0", "-2%", "2.00", "1.00", "-50%"]
 
 
+def test_losses_are_compared_with_the_losses_in_float32(book):
+    row = {"implementation": "pallas", "dtype": "bfloat16", "difference": 0.00877}
+    page = book("rows run columns=implementation,dtype,loss_difference", run=report(row))
+    assert cells(page)[1] == ["`pallas`", "bfloat16", "0.88%"]
+
+
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     steps = [
         {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}

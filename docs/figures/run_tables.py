@@ -56,6 +56,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "xz": ("`xz`", lambda run: bits_per_byte(run, "xz")),
     "order_4": ("order 4", lambda run: bits_per_byte(run, "order 4")),
     "steps": ("steps", lambda run: f"{run['steps']:,}"),
+    "implementation": ("implementation", lambda row: f"`{row['implementation']}`"),
+    "loss_difference": ("largest difference", lambda row: f"{row['difference']:.2%}"),
     # Runs of the fuzzer. In an older run, a crash would have ended the run.
     "seed": ("run", lambda run: f"[seed {run['seed']}](results/{run['file']}.json)"),
     "device": ("device", lambda run: f"{devices({run['file']: run})}, {day(run)}"),
