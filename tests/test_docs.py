@@ -647,6 +647,12 @@ def test_accuracies_are_means_over_seeds(book):
     assert full == ["`lenet --precision float32`", "1", "0.7500 ± 0.0000", "", "9"]
 
 
+def test_seeds_of_one_setting_in_two_files_are_one_line(book):
+    first, second = ({"settings": "logic", "seed": seed, "test_accuracy": 0.5 + seed / 4} for seed in (0, 1))
+    page = book("seeds first second", first=report(first), second=report(second))
+    assert cells(page)[1:] == [["`logic`", "2", "0.6250 ± 0.1768"]]
+
+
 def test_accuracies_of_logic_networks_are_ordered_by_their_gates(book):
     runs = [
         {"settings": f"logic --wiring {wiring} --layers 2 --gates {gates}{arity}", "test_accuracy": accuracy}

@@ -147,13 +147,14 @@ def programs(reports: Reports, columns: str) -> str:
 
 
 def seeds(reports: Reports) -> str:
-    lines = {}
+    of_settings: dict[str, list[Row]] = {}
     for report in reports.values():
         recipes = list(report.get("recipes", ()))
         runs = [row for row in report["rows"] if not row.get("failed")]
         runs.sort(key=lambda row, recipes=recipes: recipes.index(row["recipe"]) if recipes else 0)
-        for title, rows in grouped(runs, lambda row, report=report: setting(report, row)).items():
-            lines[title] = over_seeds(rows)
+        for row in runs:
+            of_settings.setdefault(setting(report, row), []).append(row)
+    lines = {title: over_seeds(rows) for title, rows in of_settings.items()}
     head = next(iter(lines.values()), ())
     return markdown(["settings", *head], [[title, *cells.values()] for title, cells in lines.items()])
 
