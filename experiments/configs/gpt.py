@@ -42,6 +42,10 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     ),
 }
 
+TOKENS_PER_DEVICE = 32 * 1024
+"""Two H200s took 68 ms for 2 x 32 rows of 1,024 tokens with GPT-2's 124M parameters, and one H200 about 121 ms
+(docs/benchmarks/devices.md). Time and communication are both proportional to the number of parameters."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(TrainingConfig):
@@ -94,6 +98,10 @@ class GPTConfig(TrainingConfig):
 
     def load(self) -> Dataset:
         return text.load(self.text, self.context)
+
+    @property
+    def examples_per_device(self) -> int:
+        return math.ceil(TOKENS_PER_DEVICE / self.context)
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = GPT(

@@ -20,6 +20,11 @@ def test_a_preset_gives_the_settings_that_are_none():
     assert dataclasses.replace(small, run_dir=None) == small
 
 
+def test_several_gpus_are_used_from_the_measured_number_of_tokens_per_gpu_on():
+    rows = {context: GPTConfig(context=context).examples_per_device for context in (1024, 1000, 65_536)}
+    assert rows == {1024: 32, 1000: 33, 65_536: 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
