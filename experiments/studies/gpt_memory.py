@@ -20,6 +20,9 @@ from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
 from jaxbp.pairing import IMPLEMENTATIONS
 
+WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0}
+"""XLA would run products of each size to choose algorithms, and would not find the memory for the largest sizes."""
+
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
@@ -80,7 +83,8 @@ def peak_bytes(place: str, name: str, dtype: str, batch: int, length: int) -> fl
     tokens = [jax.ShapeDtypeStruct((batch, length), jnp.int32) for _ in tokens]
     program = workload.chain(workload.named(name, dtype), 1, "autodiff" if name == FLAX else implementation(name))
     try:
-        memory = jax.jit(program).lower(((state, *tokens),)).compile().memory_analysis()
+        step = jax.jit(program).lower(((state, *tokens),)).compile(compiler_options=WITHOUT_TRIALS)
+        memory = step.memory_analysis()
     except jax.errors.JaxRuntimeError:  # out of memory
         return math.inf
     return memory.output_size_in_bytes + memory.temp_size_in_bytes
