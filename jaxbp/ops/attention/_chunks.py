@@ -83,7 +83,7 @@ class _Tiles:
         self.options, self.skips = dict(scale=scale, softcap=softcap), skips
         masks = masks.with_intervals(*sizes)
         visited, flags = tiles_with_pairs(masks, k.shape[1], sides)
-        self.visits = listed(jnp.any(visited, axis=0, keepdims=True), jnp.max(flags, axis=0, keepdims=True))
+        self.visits = listed(jnp.any(visited, axis=0, keepdims=True), jnp.max(flags, axis=0, keepdims=True, initial=0))
         self.q, self.k, self.v = self.rows.padded(q, 1), self.columns.padded(k, 1), self.columns.padded(v, 1)
         self.bias, mask = (self.columns.padded(self.rows.padded(a, 2), 3) for a in (bias, masks.mask))
         # Padding with 0 gives an empty interval.

@@ -206,6 +206,15 @@ def test_an_empty_batch_may_be_packed(implementation):
     assert y.shape == (0, T, N, H) and vjp(y)[0].shape == (0, *PACKED.shape[1:])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths", "segment_ids"])
+def test_an_empty_batch_may_have_lengths_and_segments(name, implementation):
+    options = {name: np.zeros((0, T) if name == "segment_ids" else 0, np.int32)}
+    op = functools.partial(dot_product_attention, **options, implementation=implementation)
+    y, vjp = jax.vjp(op, QUERY[:0], KEY[:0, :T], VALUE[:0, :T])
+    assert y.size == 0 and [a.shape[0] for a in vjp(y)] == [0, 0, 0]
+
+
 @values
 def test_one_segment_per_position_of_both_is_segment_ids(implementation):
     options = dict(segment_ids=SEGMENTS[0], implementation=implementation)
