@@ -253,6 +253,13 @@ def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high
     return jnp.asarray(value, jnp.float32 if is_integer else None)
 
 
+def softcap(op: str, value: Any) -> float | None:
+    value = None if value is None else number(op, "softcap", value)
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{op}: softcap is {value}; wants a finite number above 0, or None")
+    return value
+
+
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """Return `value`, a number in [low, high] or a concrete array of shape (), as a Python number."""
     if isinstance(value, Array | np.ndarray):

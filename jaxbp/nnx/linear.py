@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jaxbp.common import checks
 from jaxbp.nnx._layer import Layer
 from jaxbp.ops.dense.embedding import embedding
 from jaxbp.ops.dense.linear import linear
@@ -51,7 +52,7 @@ class LinearSoftmaxCrossEntropy(Linear):
                 "because the loss does not use this argument"
             )
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.softcap, self.reduction = softcap, reduction
+        self.softcap, self.reduction = checks.softcap("LinearSoftmaxCrossEntropy", softcap), reduction
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         """Return the logits."""

@@ -5,7 +5,6 @@ Sizes are T queries, S keys, N heads of queries, K heads of keys, and H features
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, overload
 
 import jax
@@ -350,12 +349,8 @@ def _in_32_bits(ids):
 
 
 def _options(op, q, scale, softcap):
-    if softcap is not None:
-        softcap = checks.number(op, "softcap", softcap)
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"{op}: softcap is {softcap}; wants a finite number above 0, or None")
     scale = q.shape[-1] ** -0.5 if scale is None else checks.number(op, "scale", scale)
-    return dict(scale=scale, softcap=softcap)
+    return dict(scale=scale, softcap=checks.softcap(op, softcap))
 
 
 def _case(length: int, heads: int, features: int, key_heads: int = 0, bias: bool = False, **options: Any) -> Case:

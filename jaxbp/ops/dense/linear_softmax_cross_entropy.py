@@ -352,14 +352,10 @@ def _check(op, x, w, labels, b, where, label_smoothing, z_loss, softcap, reducti
         checks.shape(op, "where", where, *x.shape[:-1])
     if reduction not in ("mean", "sum", None):
         raise ValueError(f"{op}: reduction is {reduction!r}; wants 'mean', 'sum', or None")
-    if softcap is not None:
-        softcap = checks.number(op, "softcap", softcap)
-        if not softcap > 0:
-            raise ValueError(f"{op}: softcap is {softcap}; wants a number above 0, or None")
     options = {
         "label_smoothing": checks.number(op, "label_smoothing", label_smoothing, 0, 1),
         "z_loss": checks.number(op, "z_loss", z_loss, 0),
-        "softcap": softcap,
+        "softcap": checks.softcap(op, softcap),
         "reduction": reduction,
         "precision": checks.precision(op, precision),
     }

@@ -127,3 +127,5 @@ def test_the_head_refuses_options_that_its_loss_would_ignore():
         NotImplementedError, match="LinearSoftmaxCrossEntropy: preferred_element_type is not the default"
     ):
         jaxbp.nnx.LinearSoftmaxCrossEntropy(6, 4, preferred_element_type=jnp.float32, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match=r"LinearSoftmaxCrossEntropy: softcap is 0\.0; wants a finite number above 0"):
+        jaxbp.nnx.LinearSoftmaxCrossEntropy(6, 4, softcap=0.0, rngs=nnx.Rngs(1))
