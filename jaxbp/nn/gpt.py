@@ -263,10 +263,16 @@ class GPT(nnx.Module):
         Args:
           tokens: integers in [0, vocab_size).
           segment_ids: integers, if a row has several documents. A token attends only to tokens of its segment.
-          positions: by default, the positions in the row, or with `segment_ids`, in each run of equal ids.
+          positions: `(batch, length)` or `(1, length)`; by default, the positions in the row, or with `segment_ids`, in
+            each run of equal ids.
         """
         is_limited = positions is None and self.position_embed is not None
         _check_tokens(tokens, self.position_embed.num_embeddings if is_limited else None, "max_length")
+        batch, length = tokens.shape
+        if segment_ids is not None:
+            checks.shape("GPT", "segment_ids", checks.integers("GPT", "segment_ids", segment_ids), batch, length)
+        if positions is not None and checks.integers("GPT", "positions", positions).shape != (1, length):
+            checks.shape("GPT", "positions", positions, batch, length)
         if positions is None:
             positions = _positions(tokens.shape[1]) if segment_ids is None else segment_positions(segment_ids)
         x = self._embedded(tokens, positions)
@@ -318,7 +324,8 @@ class GPT(nnx.Module):
         The logits are equal to the logits of the whole text, up to rounding. They are NaN if the cache or the learned
         positions do not suffice.
         """
-        _check_tokens(tokens, cache.keys[0].shape[1], "length of the cache")
+        batch, length = cache.keys[0].shape[:2]
+        _check_tokens(tokens, length, "length of the cache", batch)
         positions = cache.index + _positions(tokens.shape[1])
         x, keys, values = self._embedded(tokens, positions), [], []
         for block, *kept in zip(self.blocks, cache.keys, cache.values, strict=True):
@@ -371,9 +378,8 @@ def _positions(length: int) -> Array:
     return jnp.arange(length, dtype=jnp.int32)[None]
 
 
-def _check_tokens(tokens: Any, most: int | None = None, limit: str = "") -> None:
-    if jnp.ndim(checks.integers("GPT", "tokens", tokens)) != 2:
-        raise ValueError(f"GPT: tokens has shape {jnp.shape(tokens)}; wants (batch, length)")
+def _check_tokens(tokens: Any, most: int | None = None, limit: str = "", batch: int | str = "batch") -> None:
+    checks.shape("GPT", "tokens", checks.integers("GPT", "tokens", tokens), batch, "length")
     if most is not None and tokens.shape[1] > most:
         raise ValueError(f"GPT: tokens has {tokens.shape[1]} positions; wants at most {most}, the {limit}")
 

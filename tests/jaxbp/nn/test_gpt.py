@@ -260,6 +260,22 @@ def test_tokens_that_do_not_fit_are_refused():
         model.decode(TOKENS, model.init_cache(2, 4))
     with pytest.raises(TypeError, match="GPT: tokens has dtype float32; wants integers"):
         model(jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match=re.escape("GPT: tokens has shape (2, 0); wants (batch, length) with length")):
+        model(TOKENS[:, :0])
+    with pytest.raises(ValueError, match=re.escape("GPT: tokens has shape (2, 9); wants (1, length)")):
+        model.decode(TOKENS, model.init_cache(1, 9))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["segment_ids", "positions"])
+def test_segments_and_positions_that_do_not_fit_are_refused(name, form):
+    model = model_of(form)
+    for shape in ((LENGTH,), (2, LENGTH - 1), (3, LENGTH)):
+        message = f"GPT: {name} has shape {shape}; wants (2, {LENGTH})"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model(TOKENS, **{name: jnp.zeros(shape, jnp.int32)})
+    with pytest.raises(TypeError, match=f"GPT: {name} has dtype float32; wants integers"):
+        model(TOKENS, **{name: jnp.zeros((2, LENGTH))})
 
 
 @pytest.mark.parametrize("form", FORMS)
