@@ -114,7 +114,7 @@ def rotary_embedding(
     positions: AnyPositions,
     *,
     base: float = 10_000.0,
-    frequencies: Sequence[float] | None = None,
+    frequencies: Sequence[float] | AnyArray | None = None,
     interleaved: bool = False,
     implementation: Implementation = None,
 ) -> Heads:
@@ -144,7 +144,7 @@ def rotary_embedding_backward(
     positions: AnyPositions,
     *,
     base: float = 10_000.0,
-    frequencies: Sequence[float] | None = None,
+    frequencies: Sequence[float] | AnyArray | None = None,
     interleaved: bool = False,
     implementation: Implementation = None,
 ) -> Heads:
@@ -177,7 +177,7 @@ def _frequencies(op, head_dim, base, frequencies):
     if frequencies is None:
         base = checks.number(op, "base", base, low=1.0)
         return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    if not isinstance(frequencies, Sequence | np.ndarray) or len(frequencies) != head_dim // 2:
+    if not isinstance(frequencies, Sequence | np.ndarray | Array) or len(frequencies) != head_dim // 2:
         raise ValueError(
             f"{op}: frequencies is {frequencies!r}; wants {head_dim // 2} numbers, one per pair of features"
         )

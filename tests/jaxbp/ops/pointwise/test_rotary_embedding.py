@@ -64,6 +64,7 @@ def test_frequencies_replace_the_base(implementation):
     op = functools.partial(rotary_embedding, x, POSITIONS, implementation=implementation)
     assert_close(op(frequencies=[10_000 ** -(i / 3) for i in range(3)]), complex_rotation(x, POSITIONS), "float32")
     np.testing.assert_array_equal(op(frequencies=np.zeros(3)), x)
+    np.testing.assert_array_equal(op(frequencies=jnp.zeros(3)), x)
 
 
 @ours
