@@ -8,6 +8,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from jaxbp.common import checks
 from jaxbp.nnx._layer import Layer, falls_back
 from jaxbp.ops.attention import dot_product_attention as op
 from jaxbp.pairing import Implementation
@@ -61,6 +62,7 @@ def dot_product_attention(
 def _with_one_batch_axis(name: str, a: Any, batch: tuple[int, ...]) -> Any:
     if a is None:
         return None
+    a = checks.array("dot_product_attention", name, a)
     lead = a.shape[:-3]
     if name in ("query", "key", "value"):
         if lead != batch:

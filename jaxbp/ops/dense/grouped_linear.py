@@ -277,7 +277,10 @@ def _check(op: str, x: Array, w: Array, group_sizes: Any) -> Array:
 
 
 def _options(op: str, x: Array, precision: PrecisionLike, dtype: DTypeLike | None) -> dict[str, Any]:
-    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    try:
+        dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    except TypeError:
+        raise ValueError(f"{op}: preferred_element_type is {dtype!r}; wants a floating dtype, or None") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
             f"{op}: preferred_element_type is {dtype}; wants a floating dtype of at least 16 bits, or None"

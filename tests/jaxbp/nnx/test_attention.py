@@ -96,5 +96,7 @@ def test_other_batch_axes_of_keys_are_refused_and_a_bias_for_all_is_not_copied()
     query, key, bias = (np.ones(shape, np.float32) for shape in ((2, 3, 4, 2, 8), (1, 3, 4, 2, 8), (1, 1, 2, 4, 4)))
     with pytest.raises(ValueError, match=r"^dot_product_attention: key has shape \(1, 3, 4, 2, 8\); wants the batch"):
         jaxbp.nnx.dot_product_attention(query, key, key)
+    with pytest.raises(TypeError, match=r"^dot_product_attention: bias is a list; wants an array"):
+        jaxbp.nnx.dot_product_attention(query, query, query, bias=[[0.0]])
     text = str(jax.make_jaxpr(lambda bias: jaxbp.nnx.dot_product_attention(query, query, query, bias))(bias))
     assert "[2,3,2,4,4]" not in text

@@ -236,6 +236,11 @@ INVALID = {
         lambda: grouped_linear(X, W, np.ones(3, int), preferred_element_type=jnp.int32),
         "grouped_linear: preferred_element_type is int32; wants a floating dtype of at least 16 bits, or None",
     ),
+    "unknown dtype": (
+        ValueError,
+        lambda: grouped_linear(X, W, np.ones(3, int), preferred_element_type="single precision"),
+        "grouped_linear: preferred_element_type is 'single precision'; wants a floating dtype, or None",
+    ),
 }
 
 
