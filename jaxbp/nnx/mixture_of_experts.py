@@ -153,6 +153,7 @@ class MixtureOfExperts(nnx.Module):
         Args:
           rngs: keys for the jitter, instead of the keys of the constructor.
         """
+        inputs = checks.array(type(self).__name__, "inputs", inputs)
         names = "gate_up", "down", "gate_up_bias", "down_bias"
         parameters = [None if (p := getattr(self, name)) is None else p[...] for name in names]
         x, gate_up, down, gate_up_bias, down_bias = dtypes.promote_dtype((inputs, *parameters), dtype=self.dtype)

@@ -189,3 +189,5 @@ def test_invalid_options_are_refused(name):
 def test_inputs_of_another_width_are_refused():
     with pytest.raises(ValueError, match=r"^MixtureOfExperts: inputs has shape \(2, 5\); wants \(..., 6\)"):
         make()(jnp.zeros((2, 5)))
+    with pytest.raises(TypeError, match="MixtureOfExperts: inputs is a list; wants an array"):
+        make()([[0.0]])
