@@ -134,6 +134,8 @@ class LogicEstimator(BaseEstimator):
         """Return the rows with a weight above 0, their targets, and their weights. With `reset`, also set the
         attributes that describe the features. With `numeric`, the targets are numbers."""
         op, options = type(self).__name__, self._check_options
+        if reset:  # if this fit fails, no earlier circuit may read the bits of another quantizer
+            vars(self).pop("circuit_", None)
         if columns.is_frame(X) and y is not None:
             validate_data(self, X, skip_check_array=True, reset=reset)
             found = columns.of_frame(op, X, None if reset else self.categories_)
@@ -170,7 +172,7 @@ class LogicEstimator(BaseEstimator):
         random = check_random_state(self.random_state)
         self.quantizer_ = self.quantizer_of(rows, weights)
         self._seed = int(random.randint(MAX_SEED))
-        self._leaves = None
+        self._network = self._leaves = None
 
     def train(
         self,
@@ -181,6 +183,11 @@ class LogicEstimator(BaseEstimator):
     ) -> None:
         """Train for `epochs`, or with `once` for one pass over the rows. Set `circuit_` and `n_iter_`."""
         network = self.network(self.groups_)
+        if self._network not in (None, network):
+            raise ValueError(
+                f"{type(self).__name__}: gates, layers, or another parameter of the network has changed since the "
+                "first partial_fit; wants equal parameters, or a call of fit"
+            )
         made = program(network, self.batch_size)
         examples = Examples.merged(self.quantizer_(rows), targets, weights)
         evaluate = None
@@ -203,7 +210,7 @@ class LogicEstimator(BaseEstimator):
                 break
         self.n_iter_ = metrics.epoch + (getattr(self, "n_iter_", 0) if once else 0)
         state = jax.tree.map(np.array, state) if best is None else best
-        self._leaves = jax.tree.leaves(state)
+        self._network, self._leaves = network, jax.tree.leaves(state)
         self.circuit_ = self.circuit_of(made, state.params)
 
     def network_bits(self, bits: np.ndarray) -> np.ndarray:

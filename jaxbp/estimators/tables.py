@@ -19,6 +19,8 @@ from jaxbp.logic.tables.quantizer import Quantizer
 
 INPUTS_PER_FEATURE = 8
 """Smallest number of inputs of the network for the bits of one kind of one feature."""
+MAX_TARGET = 1e30
+"""Largest absolute target of `LogicRegressor`. Predictions are float32, and may be many times as large."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -153,7 +155,11 @@ class Classifier(ClassifierMixin, LogicEstimator):
     def _train(self, rows, y, weights, once):
         self.groups_, self.scale_, self.offset_ = len(self.classes_), self.tau, 0.0
         targets = np.searchsorted(self.classes_, y).astype(np.int32)
-        self.train(rows, targets, weights * compute_sample_weight(self.class_weight, y), once)
+        factors = compute_sample_weight(self.class_weight, y)
+        if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
+            wanted = "finite weights, none below zero, and one above zero for a class of y"
+            raise ValueError(f"{type(self).__name__}: class_weight is {self.class_weight!r}; wants {wanted}")
+        self.train(rows, targets, weights * factors, once)
         return self
 
 
@@ -230,6 +236,11 @@ class LogicRegressor(RegressorMixin, TableEstimator):
 
     def _train(self, rows, y, weights, first, once):
         y = y.astype(np.float64)
+        if np.abs(y).max() > MAX_TARGET:
+            raise ValueError(
+                f"{type(self).__name__}: y contains {y[np.abs(y).argmax()]}; wants numbers from -{MAX_TARGET} to "
+                f"{MAX_TARGET}, because predictions are float32"
+            )
         if first:
             self._set_range(y, weights)
         targets = ((y - self._mean) / self._deviation).astype(np.float32)

@@ -4,7 +4,7 @@ A column of numbers is a float64 array, in which a missing value is NaN. A colum
 in which a missing value is None.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,10 @@ def fit_categories(op: str, names: Iterable[Any], columns: Sequence[np.ndarray])
     categories = {}
     for j, (name, column) in enumerate(zip(names, columns, strict=True)):
         if column.dtype == object:
+            for value in column:
+                if not isinstance(value, Hashable):
+                    kind = type(value).__name__
+                    raise TypeError(f"{op}: the column {name!r} contains a {kind}; wants numbers, booleans, or text")
             found = sorted({value for value in column if value is not None}, key=_order)
             if len(found) > MAX_CATEGORIES:
                 raise ValueError(
@@ -105,13 +109,11 @@ def _codes(column: np.ndarray, categories: Sequence) -> np.ndarray:
 
 
 def _numbers(op: str, name: Any, column: Any) -> np.ndarray:
-    convert: Callable[[], np.ndarray]
-    if hasattr(column, "iloc"):
-        convert = lambda: column.to_numpy(dtype=np.float64, na_value=np.nan)  # noqa: E731
-        temporal = column.dtype.kind in "mM"
-    else:
-        convert = lambda: column.cast(float).to_numpy()  # noqa: E731
-        temporal = column.dtype.is_temporal()
-    if temporal:
-        raise TypeError(f"{op}: the column {name!r} has dtype {column.dtype}; wants numbers, booleans, or categories")
-    return convert()
+    is_pandas = hasattr(column, "iloc")
+    try:
+        if column.dtype.kind in "cmM" if is_pandas else column.dtype.is_temporal():
+            raise TypeError
+        return column.to_numpy(dtype=np.float64, na_value=np.nan) if is_pandas else column.cast(float).to_numpy()
+    except Exception as error:  # polars raises errors of its own
+        wanted = "numbers, booleans, or categories"
+        raise TypeError(f"{op}: the column {name!r} has dtype {column.dtype}; wants {wanted}") from error

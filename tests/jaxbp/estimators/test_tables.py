@@ -13,6 +13,7 @@ from compiled_rows import results_in_c
 from sklearn.base import clone
 from sklearn.compose import make_column_transformer
 from sklearn.datasets import load_breast_cancer
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -23,6 +24,8 @@ from jaxbp.logic.tables import columns
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SMALL = dict(gates=60, layers=2, epochs=20, tau=6.0, batch_size=32, learning_rate=0.2, random_state=0)
+
+SMALL_LINE = dict(gates=20, layers=1, epochs=2, batch_size=8, random_state=0)
 
 
 def passengers(rows=240):
@@ -119,6 +122,37 @@ def test_partial_fit_learns_batch_by_batch_and_keeps_the_thresholds_of_the_first
     assert estimator.score(TEST, TEST_SAVED) > 0.85
     with pytest.raises(ValueError, match=r"y contains 'maybe'; wants classes from \['lost' 'saved'\]"):
         estimator.partial_fit(FRAME[:2], ["maybe", "lost"])
+
+
+@pytest.mark.parametrize("changed", [dict(gates=70), dict(layers=3), dict(arity=4), dict(candidates=4)])
+def test_partial_fit_refuses_a_network_that_has_changed(changed):
+    estimator = LogicClassifier(**SMALL).partial_fit(FRAME[:90], SAVED[:90], classes=["lost", "saved"])
+    circuit = estimator.circuit_
+    with pytest.raises(ValueError, match=r"LogicClassifier: gates, layers, or another parameter .* wants equal"):
+        estimator.set_params(**changed).partial_fit(FRAME[:90], SAVED[:90])
+    assert estimator.circuit_ == circuit
+    estimator.set_params(**SMALL | dict(arity=2, candidates=None)).partial_fit(FRAME[:90], SAVED[:90])
+
+
+def test_after_a_fit_that_failed_an_estimator_is_not_fitted():
+    estimator = LogicClassifier(**SMALL).fit(FRAME[["fare"]], SAVED)
+    with pytest.raises(FloatingPointError):
+        estimator.set_params(learning_rate=1e30).fit(-FRAME[["fare"]], SAVED)
+    with pytest.raises(NotFittedError):
+        estimator.predict(FRAME[["fare"]])
+
+
+@pytest.mark.parametrize("weights", [dict(lost=-1.0, saved=1.0), dict(lost=0.0, saved=0.0), dict(lost=np.inf)])
+def test_class_weights_that_are_no_weights_are_refused(weights):
+    with pytest.raises(ValueError, match=r"LogicClassifier: class_weight is .*; wants finite weights"):
+        LogicClassifier(**SMALL, class_weight=weights).fit(FRAME, SAVED)
+
+
+def test_targets_beyond_float32_are_refused():
+    X = np.arange(8.0)[:, None]
+    with pytest.raises(ValueError, match=r"LogicRegressor: y contains 7e\+30; wants numbers from -1e\+30 to 1e\+30"):
+        LogicRegressor(**SMALL_LINE).fit(X, 1e30 * X[:, 0])
+    assert np.isfinite(LogicRegressor(**SMALL_LINE).fit(X, 1e29 * X[:, 0]).values_).all()
 
 
 def test_it_is_cloned_and_works_in_a_pipeline(fitted):

@@ -61,11 +61,23 @@ def test_columns_without_a_meaning_as_numbers_are_refused(frame):
     dates = frame({"day": [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 2)]})
     with pytest.raises(TypeError, match=r"op: the column 'day' has dtype .*; wants numbers, booleans, or categories"):
         columns.of_frame("op", dates)
+    lists = frame({"path": [[1], [2]]})
+    with pytest.raises(TypeError, match="op: the column 'path' contains a list; wants numbers, booleans, or text"):
+        fitted(lists)
+    with pytest.raises(TypeError, match=r"op: the column 'size' has dtype .*; wants numbers, booleans, or categories"):
+        columns.of_frame("op", frame({"size": ["small"]}), categorical=())
     names = frame({"name": [f"name {i}" for i in range(300)]})
     with pytest.raises(ValueError, match="op: the column 'name' has 300 categories; wants at most 255"):
         fitted(names)
     with pytest.raises(ValueError, match="op: X has no columns; wants at least one"):
         columns.of_frame("op", frame({}))
+
+
+def test_complex_numbers_are_refused():
+    with pytest.raises(
+        TypeError, match="op: the column 'z' has dtype complex128; wants numbers, booleans, or categories"
+    ):
+        columns.of_frame("op", pd.DataFrame({"z": [1j, 2.0]}))
 
 
 def test_a_lazy_frame_is_refused():
