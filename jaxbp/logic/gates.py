@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, PRNGKeyArray, UInt
 
 from jaxbp.common import checks
 from jaxbp.common.numerics import upcast
+from jaxbp.logic.wires.wires import require_below
 
 Initialization = Literal["normal", "residual"]
 Parametrization = Literal["softmax", "input_wise", "walsh"]
@@ -124,6 +125,8 @@ def initial_logits(
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
     op = "initial_logits"
+    gates = checks.count(op, "gates", gates, at_least=0)
+    _check_dtype(op, dtype)
     parameters = parameters_of(op, parametrization, arity)
     _check_choice(op, "initialization", initialization, get_args(Initialization))
     if initialization == "normal":
@@ -155,7 +158,7 @@ def harden(
       ValueError: the parametrization is unknown; the logits have a wrong shape; or, outside of `jax.jit`, a logit is
         NaN.
     """
-    (logits,) = checks.floating("harden", logits=logits)
+    (logits,) = checks.only_floating("harden", logits=logits)
     arity = 4 if parametrization in BASES and logits.shape[-1:] == (16,) else 2
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2], arity=arity)
     if not isinstance(logits, jax.core.Tracer) and (count := int(_count_with_nan(logits))):
@@ -187,8 +190,19 @@ def hard_logits(
     arity: Arity = 2,
 ) -> Float[Array, "*kernels gates parameters"]:
     """Return parameters that `harden` maps to `gates`. For inputs 0 and 1, relaxed gates with these parameters return
-    exactly the outputs of `gates`."""
-    parameters_of("hard_logits", parametrization, arity)
+    exactly the outputs of `gates`.
+
+    Raises:
+      TypeError: the gates are not integers, or the dtype is not floating.
+      ValueError: the parametrization or the arity is invalid; or, outside of `jax.jit`, there is no function with the
+        number of a gate.
+    """
+    op = "hard_logits"
+    parameters_of(op, parametrization, arity)
+    _check_dtype(op, dtype)
+    gates, functions = checks.integers(op, "gates", gates), 2**2**arity
+    if not isinstance(gates, jax.core.Tracer):
+        require_below(op, "gates", np.asarray(gates), functions, "the number of functions")
     return _hard_logits(gates, parametrization, jnp.dtype(dtype), arity)
 
 
@@ -255,7 +269,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
       TypeError: x is not floating.
       ValueError: groups does not divide the number of inputs, or tau is not a number above 0.
     """
-    (x,) = checks.floating("group_sum", x=x)
+    (x,) = checks.only_floating("group_sum", x=x)
     if x.ndim == 0 or not checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(
             f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of the size of x's last axis"
@@ -289,6 +303,11 @@ def parameters_of(op: str, parametrization: Any, arity: Any = 2) -> int:
     _check_choice(op, "arity", arity, get_args(Arity))
     _check_choice(op, "parametrization", parametrization, tuple(BASES) if arity == 4 else get_args(Parametrization))
     return 16 if arity == 4 else PARAMETERS[parametrization]
+
+
+def _check_dtype(op, dtype):
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; wants a floating dtype")
 
 
 def _check_choice(op, name, value, choices):

@@ -135,6 +135,41 @@ REFUSED = {
         ValueError,
         "initial_logits: initialization is 'zeros'; wants one of normal, residual",
     ),
+    "integers to harden": (
+        lambda: jaxbp.harden(jnp.ones((3, 16), int)),
+        TypeError,
+        "harden: logits has dtype int32; wants a floating dtype, say logits.astype(jnp.float32)",
+    ),
+    "integers to sum": (
+        lambda: jaxbp.group_sum(jnp.arange(6), 3),
+        TypeError,
+        "group_sum: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)",
+    ),
+    "a number of gates below zero": (
+        lambda: jaxbp.initial_logits(jax.random.key(0), -1),
+        ValueError,
+        "initial_logits: gates is -1; wants an int of at least 0",
+    ),
+    "initial logits that are integers": (
+        lambda: jaxbp.initial_logits(jax.random.key(0), 3, parametrization="walsh", dtype=int),
+        TypeError,
+        f"initial_logits: dtype is {np.dtype(int)}; wants a floating dtype",
+    ),
+    "hard logits that are integers": (
+        lambda: jaxbp.hard_logits(jnp.array([3]), dtype=int),
+        TypeError,
+        f"hard_logits: dtype is {np.dtype(int)}; wants a floating dtype",
+    ),
+    "hard logits of a function that is none": (
+        lambda: jaxbp.hard_logits(jnp.array([3, 16])),
+        ValueError,
+        "hard_logits: gates[1] is 16; wants at least 0 and below 16, the number of functions",
+    ),
+    "hard logits of numbers that are no integers": (
+        lambda: jaxbp.hard_logits(jnp.array([3.0])),
+        TypeError,
+        "hard_logits: gates has dtype float32; wants integers, say gates.astype(jnp.int32)",
+    ),
     "groups that do not divide": (
         lambda: jaxbp.group_sum(zeros(2, 7), 3),
         ValueError,
