@@ -314,11 +314,20 @@ def _held_out(
     return is_test
 
 
+def _with_8_bits(picture: Image.Image) -> Image.Image:
+    """Return the picture with at most 8 bits per channel. Pillow's own conversion makes gray above 255 white."""
+    if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PNG"):
+        return Image.fromarray((np.asarray(picture) // 256).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"its pixels have the mode {picture.mode!r}")
+    return picture
+
+
 def _read_picture(path: Path) -> Bool[np.ndarray, "height width visible"]:
     try:
         with Image.open(path) as picture:
             width, height = picture.size
-            pixels = picture.convert("RGBA") if max(picture.size) <= MOST_SIDE else None
+            pixels = _with_8_bits(picture).convert("RGBA") if max(picture.size) <= MOST_SIDE else None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read ({error}); wants a picture, such as a PNG file") from error
     if pixels is None:

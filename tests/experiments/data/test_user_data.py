@@ -234,6 +234,16 @@ def test_a_picture_in_black_and_white_is_one_channel(tmp_path):
     assert transparent.tolist() == [[[0], [1]]]
 
 
+def test_gray_of_16_bits_has_the_thresholds_of_8_bits(tmp_path):
+    path = tmp_path / "gray.png"
+    Image.fromarray(np.array([[300, 30000], [40000, 65535]], np.uint16)).save(path)
+    assert read_picture(path)[..., 0].tolist() == [[1, 1], [0, 0]]
+    floats = tmp_path / "floats.tiff"
+    Image.fromarray(np.zeros((2, 2), np.float32)).save(floats)
+    with pytest.raises(UserError, match=r"cannot be read .its pixels have the mode 'F'"):
+        read_picture(floats)
+
+
 def test_the_channels_of_a_colored_picture_are_red_green_and_blue(tmp_path):
     colors = [[255, 0, 0], [20, 200, 40], [0, 0, 255], [250, 240, 0], [255, 255, 255], [0, 0, 0]]
     wanted = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]]
