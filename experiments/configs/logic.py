@@ -123,7 +123,8 @@ class LogicConfig(GateConfig):
     levels: Annotated[int | None, Range(1)] = None
     """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
     wiring: Literal["unique", "random", "learned"] | None = None
-    """Inputs of gates: pairs without repetition, random, or learned among candidates. None: unique if possible."""
+    """Inputs of gates: pairs without repetition, random, or learned among candidates. None: learned if `candidates` is
+    given, else unique if possible."""
     candidates: int | Literal["all"] | None = None
     """Candidates per input of a gate with learned wires, or all inputs. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
@@ -146,7 +147,7 @@ class LogicConfig(GateConfig):
         self._check("parametrization", fits, f"one of {', '.join(BASES)} with arity {self.arity}")
         pairs, read = self.inputs * (self.inputs - 1) // 2, self.gates * self.arity // 2
         self._fill({"tau": math.sqrt(self.gates / (8 * self.classes))})
-        self._fill({"wiring": "unique" if read <= pairs else "random"})
+        self._fill({"wiring": "learned" if self.candidates else "unique" if read <= pairs else "random"})
         is_unique, part = self.wiring == "unique", {2: "half", 4: "a quarter"}[self.arity]
         fits = not is_unique or self.inputs <= 2 * read
         self._check("gates", fits, f"at least {part} of the {self.inputs} bits of an example, or wiring 'random'")
@@ -154,8 +155,11 @@ class LogicConfig(GateConfig):
         most = f"at most {2 * pairs // self.arity}, for the {pairs} pairs of {self.inputs} bits, or wiring 'random'"
         self._check("gates", fits, most)
         most = min(self.inputs, self.gates if self.layers > 1 else 2 * read)
+        if self.wiring != "learned":
+            self._check("candidates", self.candidates is None, f"none with wiring {self.wiring!r}, or wiring 'learned'")
+            return
         self._fill({"candidates": min(16, most)})
-        fits = self.wiring != "learned" or self.candidates == "all" or 1 <= self.candidates <= most
+        fits = self.candidates == "all" or 1 <= self.candidates <= most
         wanted = f"'all', or from 1 to {most}, the number of bits of an example or of gates of a layer"
         self._check("candidates", fits, wanted)
 

@@ -62,6 +62,12 @@ def test_gates_of_four_inputs_read_two_pairs_and_have_tables():
         LogicConfig(arity=4, parametrization="softmax")
 
 
+def test_candidates_need_learned_wires():
+    assert LogicConfig(candidates=4).wiring == "learned" and LogicConfig().candidates is None
+    with pytest.raises(UserError, match=r"^candidates is 4; wants none with wiring 'unique', or wiring 'learned'"):
+        LogicConfig(candidates=4, wiring="unique")
+
+
 def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bits():
     config = LogicConfig(wiring="learned", layers=2, gates=1000)
     layers = config.network(jax.random.key(0)).layers
