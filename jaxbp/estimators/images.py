@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxbp.estimators.tables import Classifier
 from jaxbp.estimators.training import Network
@@ -43,12 +43,20 @@ class LogicConvClassifier(Classifier):
 
     @property
     def _shape(self):
+        if not isinstance(self.image_shape, Iterable):
+            wanted = "(height, width), or (channels, height, width)"
+            raise TypeError(f"{type(self).__name__}: image_shape is {self.image_shape!r}; wants {wanted}")
         shape = tuple(self.image_shape)
         return image_shape(type(self).__name__, (1, *shape) if len(shape) == 2 else shape)
 
     def check_parameters(self):
         super().check_parameters()
         self._shape  # noqa: B018
+        if not (self.categorical_features is None or str(self.categorical_features) == "from_dtype"):
+            wanted = '"from_dtype" or None, because pixels are numbers'
+            raise ValueError(
+                f"{type(self).__name__}: categorical_features is {self.categorical_features!r}; wants {wanted}"
+            )
 
     def checked(self, X, y, sample_weight, reset, numeric):
         rows, y, weights = super().checked(X, y, sample_weight, reset, numeric)

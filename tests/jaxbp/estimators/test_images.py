@@ -60,6 +60,10 @@ def test_rows_of_another_size_are_refused():
             LogicConvClassifier(image_shape=shape, **SMALL).fit(X, y)
     with pytest.raises(ValueError, match=r"LogicConvClassifier: shape is \(6,\); wants \(channels, height, width\)"):
         LogicConvClassifier(image_shape=(6,), **SMALL).fit(X, y)
+    with pytest.raises(TypeError, match=r"LogicConvClassifier: image_shape is 36; wants \(height, width\), or "):
+        LogicConvClassifier(image_shape=36, **SMALL).fit(X, y)
+    with pytest.raises(ValueError, match=r"LogicConvClassifier: categorical_features is array\(.*; wants "):
+        LogicConvClassifier(image_shape=(2, 6, 6), categorical_features=np.array([0, 1]), **SMALL).fit(X, y)
     with pytest.raises(ValueError, match="NaN"):
         LogicConvClassifier(image_shape=(2, 6, 6), **SMALL).fit(np.where(X > 0.5, np.nan, X), y)
 
