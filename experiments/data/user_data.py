@@ -189,7 +189,7 @@ def _read_csv(path: Path, target: str | None, categorical: Sequence[str]) -> Par
         raise UserError(f"target is None; wants the column of {path} that holds the labels")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, skipinitialspace=True)
+            lines = csv.reader(file, skipinitialspace=True, strict=True)  # refuses an open quote
             header, rows, numbers = next(lines, []), [], []
             for row in filter(None, lines):
                 rows.append(row)

@@ -33,7 +33,7 @@ from experiments.configs.automaton_base import AutomatonConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.configs.logic import GateConfig
 from experiments.data.datasets import Dataset
-from experiments.output.errors import exit_code
+from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
 from experiments.training import devices
 from experiments.training.compiled import c_compiler, compiled_classifier
@@ -65,6 +65,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if given.json is None:
         parser.error("the following arguments are required: --json")
+    for name in ("seeds", "processes"):
+        if (count := getattr(given, name)) < 1:
+            parser.error(f"{name} is {count}; wants at least 1")
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
         config_of(task)  # refuses invalid settings before any training
@@ -94,7 +97,11 @@ def trained_in_a_process(task: Task, limit: float, seconds: float = math.inf) ->
 
 def config_of(task: Task) -> TrainingConfig:
     settings, seed = task
-    return train.parse([*shlex.split(settings), "--seed", str(seed)]).experiment
+    try:
+        arguments = shlex.split(settings)
+    except ValueError as error:
+        raise UserError(f"settings is {settings!r} ({error}); wants arguments of experiments.train") from error
+    return train.parse([*arguments, "--seed", str(seed)]).experiment
 
 
 def trained(task: Task, seconds: float = math.inf) -> dict[str, Any]:

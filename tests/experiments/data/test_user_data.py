@@ -185,6 +185,7 @@ WRONG_TABLES = {
     "fractions as labels": ("a,class\n1,0.5\n", "line 2, column 'class' is '0.5'; wants a whole number from 0"),
     "huge labels": ("a,class\n1,1e30\n", "line 2, column 'class' is '1e30'; wants a whole number from 0"),
     "a short row": ("a,class\n1,0\n1\n", "line 3 has 1 cells; wants 2, one per column"),
+    "a quote that stays open": ('class,a\n0,"x\n1,y\n0,z\n1,y\n', "cannot be read (unexpected end of data)"),
     "Latin-1": ("größe,class\n1,0\n".encode("latin-1"), "cannot be read ('utf-8' codec"),
 }
 

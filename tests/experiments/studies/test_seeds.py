@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from experiments.output.errors import UserError
 from experiments.studies import seeds
 
 
@@ -50,6 +51,11 @@ def test_a_run_that_dies_or_hangs_loses_only_its_row(tmp_path, monkeypatch):
 def test_a_mistake_is_reported_before_anything_is_trained(tmp_path):
     with pytest.raises(SystemExit):
         seeds.main(["lenet", "lenet --nothing 1", "--json", str(tmp_path / "seeds.json")])
+    for option in ("--seeds", "--processes"):
+        with pytest.raises(SystemExit):
+            seeds.main(["lenet", option, "0", "--json", str(tmp_path / "seeds.json")])
+    with pytest.raises(UserError, match=r"^settings is .*No closing quotation.; wants arguments of experiments.train"):
+        seeds.main(["lenet --data 'a", "--json", str(tmp_path / "seeds.json")])
     assert list(tmp_path.iterdir()) == []
 
 
