@@ -156,7 +156,9 @@ class LogicConfig(GateConfig):
         self._check("gates", fits, most)
         most = min(self.inputs, self.gates if self.layers > 1 else 2 * read)
         if self.wiring != "learned":
-            self._check("candidates", self.candidates is None, f"none with wiring {self.wiring!r}, or wiring 'learned'")
+            # Earlier runs stored the default, which had no effect.
+            fits = self.candidates in (None, min(16, most))
+            self._check("candidates", fits, f"none with wiring {self.wiring!r}, or wiring 'learned'")
             return
         self._fill({"candidates": min(16, most)})
         fits = self.candidates == "all" or 1 <= self.candidates <= most

@@ -66,6 +66,7 @@ def test_candidates_need_learned_wires():
     assert LogicConfig(candidates=4).wiring == "learned" and LogicConfig().candidates is None
     with pytest.raises(UserError, match=r"^candidates is 4; wants none with wiring 'unique', or wiring 'learned'"):
         LogicConfig(candidates=4, wiring="unique")
+    assert LogicConfig(candidates=16, wiring="unique").wiring == "unique"  # earlier runs stored the default
 
 
 def test_learned_wires_may_leave_bits_unread_but_have_no_more_candidates_than_bits():
