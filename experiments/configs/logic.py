@@ -123,8 +123,7 @@ class LogicConfig(GateConfig):
     levels: Annotated[int | None, Range(1)] = None
     """Number of thresholds per pixel, in equal steps, or per feature, at quantiles. None: 3 or 15."""
     wiring: Literal["unique", "random", "learned"] | None = None
-    """Inputs of gates: pairs without repetition, random, or learned among candidates. None: learned if `candidates` is
-    given, else unique if possible."""
+    """Inputs of gates: unique pairs, random, or learned. None: learned with candidates, else unique if possible."""
     candidates: int | Literal["all"] | None = None
     """Candidates per input of a gate with learned wires, or all inputs. None: 16, or fewer in small layers."""
     initialization: Literal["residual", "normal"] = "residual"
