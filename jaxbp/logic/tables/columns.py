@@ -114,6 +114,6 @@ def _numbers(op: str, name: Any, column: Any) -> np.ndarray:
         if column.dtype.kind in "cmM" if is_pandas else column.dtype.is_temporal():
             raise TypeError
         return column.to_numpy(dtype=np.float64, na_value=np.nan) if is_pandas else column.cast(float).to_numpy()
-    except Exception as error:  # polars raises errors of its own
+    except Exception as error:  # polars' errors are neither TypeError nor ValueError
         wanted = "numbers, booleans, or categories"
         raise TypeError(f"{op}: the column {name!r} has dtype {column.dtype}; wants {wanted}") from error
