@@ -29,6 +29,7 @@ from pallas_kernels.attention.scores_sm90 import (
     rows_of,
     scores,
     tile_memory,
+    unknown_zero,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits, attends_to_few
@@ -180,14 +181,14 @@ def backward_keys(
             plgpu.commit_smem()
             ring.release(step)
 
-        def cooperate(row, k_tile, v_tile, dk_sums, dv_sums):
+        def cooperate(row, dk_sums, dv_sums):
             own = pl.ds(first_row(), ROWS)
 
             def visit(step, query_head, tile, flags):
                 ring.wait(step)
-                stage = ring.stage(step)
+                stage, key_stage = ring.stage(step), kv_ring.stage(row.number) + unknown_zero(tile)
                 q, do = q_stages.at[stage], do_stages.at[stage]
-                s, dp = product(k_tile.at[own], q, (v_tile.at[own], do))
+                s, dp = product(k_stages.at[key_stage, own], q, (v_stages.at[key_stage, own], do))
                 p, slope = probabilities(s, row, stage, query_head, tile, flags)
                 ds = slope * (dp - along_queries(delta_stages.at[stage]))
                 multiply_and_release(step, (dv_sums, p, do), (dk_sums, ds, q))
@@ -240,7 +241,7 @@ def backward_keys(
             k_tile, v_tile = (a.at[kv_ring.stage(row.number)] for a in (k_stages, v_stages))
             sums = plgpu.ACC((ROWS, head), jnp.float32)
             if not config.divided:
-                both = functools.partial(cooperate, row, k_tile, v_tile)
+                both = functools.partial(cooperate, row)
                 dk_sums, dv_sums = pl.run_scoped(both, sums, sums)
                 store_sums(row, dk_sums * scale, k_tile, dk)
                 store_sums(row, dv_sums, v_tile, dv)

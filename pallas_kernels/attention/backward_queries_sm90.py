@@ -26,6 +26,7 @@ from pallas_kernels.attention.scores_sm90 import (
     rows_of,
     scores,
     tile_memory,
+    unknown_zero,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits, attends_to_few
@@ -151,7 +152,7 @@ def backward_queries(
         def consume(row):
             q_ring.wait(row.number)
             queries = pl.ds(row.index * rows + warpgroup * ROWS, ROWS)
-            q, do = (a.at[q_ring.stage(row.number), pl.ds(warpgroup * ROWS, ROWS)] for a in (q_stages, do_stages))
+            own = pl.ds(warpgroup * ROWS, ROWS)
             row_lse, row_delta = (
                 load(ref.at[row.batch, row.head, queries], value_a_row(), optimized=False) for ref in (lse, delta)
             )
@@ -163,6 +164,8 @@ def backward_queries(
                 v_step = 2 * (row.first_step + i)
                 k_step = v_step + 1
                 v, k = (buffers.at[ring.stage(step)] for step in (v_step, k_step))
+                stage = q_ring.stage(row.number) + unknown_zero(tile)
+                q, do = q_stages.at[stage, own], do_stages.at[stage, own]
                 position = dataclasses.replace(first_tile, key=tile * keys)
 
                 def multiply(s, dp):
@@ -202,6 +205,7 @@ def backward_queries(
                 return sums[...]
 
             sums = pl.run_scoped(add_all, plgpu.ACC((ROWS, head), jnp.float32))
+            q = q_stages.at[q_ring.stage(row.number), own]
             q[...] = (sums * scale).astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q, dq.at[row.batch, queries, (row.head if dkv is None else heads.query(row.head))])

@@ -281,6 +281,12 @@ def row_visits(visits: Visits, batch: Any, row: Any) -> tuple[Any, Callable[[Any
     return visits.counts[example, row], visit
 
 
+def unknown_zero(tile: Any) -> Any:
+    """Return 0, which compilers do not know. With it in an index, they compute an address once per visit. They would
+    compute it once per row, and spill it."""
+    return lax.shift_right_logical(tile, np.int32(24))
+
+
 def scores(products: Array, masks: Masks, tile: Tile, flags: Any, *, scale: float, softcap: float | None) -> Any:
     """Return scores, a factor to multiply them with, and the softcap's tanh or None. A masked pair has a score of
     -inf. The factor is separate, because `exp2(score * factor - lse)` is then one multiply-add and one exponential.

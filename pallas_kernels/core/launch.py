@@ -55,6 +55,7 @@ def launch(
     in_place: Mapping[int, int] | None = None,
     skippable: Sequence[int] = (),
     approximate: bool = False,
+    semaphores: int = 0,
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`. Return the outputs.
 
@@ -79,6 +80,8 @@ def launch(
         with `in_place`.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). `exp2` then has about
         float32's rounding error, and `tanh` an error of 2^-11.
+      semaphores: number of semaphores in device memory, which are 0 when the kernel starts. The body gets them as
+        `semaphores`, or None without a GPU. With semaphores, `vmap` launches the kernel once per example.
 
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body.
@@ -98,6 +101,7 @@ def launch(
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
+        call["semaphores"] = semaphores
         mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
         return mosaic, functools.partial(_interpret, body, **call)
 
@@ -112,7 +116,8 @@ def launch(
     else:
         if not _has_barriers(scratch) and jax.default_backend() == "cpu":
             _warn_interpreted()
-        results = _bind(name, functions, arrays, entries, in_place if CHANGES_IN_PLACE else None)
+        in_place = in_place if CHANGES_IN_PLACE else None
+        results = _bind(name, functions, arrays, entries, in_place, bool(semaphores))
     return jax.tree.unflatten(jax.tree.structure(out), unify_varying_axes((arrays, list(results)))[1])
 
 
@@ -121,7 +126,19 @@ CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
 
 
 def _mosaic(
-    body, *arrays, structure, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None
+    body,
+    *arrays,
+    structure,
+    out,
+    grid,
+    name,
+    scratch,
+    semaphores,
+    cluster,
+    warpgroups,
+    options,
+    in_place=None,
+    interpret=None,
 ):
     arrays, out_type = list(arrays), out
     *outer, _ = grid.values()
@@ -142,8 +159,12 @@ def _mosaic(
             refs = [*inputs, *outputs(inputs, others), *rest]
         axes = [*launched, *cluster, "warpgroup"] if warpgroups else [*launched, *cluster]
         indices = {axis: lax.axis_index(axis) for axis in axes}
+        indices = indices if launched is grid else _along_axes(grid, indices)
+        if semaphores:
+            counters = plgpu.SemaphoreType.REGULAR((semaphores,))
+            indices["semaphores"] = pl.get_global(counters) if interpret is None else None
         with recording_lines():
-            body(*structure.unflatten(refs), **(indices if launched is grid else _along_axes(grid, indices)))
+            body(*structure.unflatten(refs), **indices)
 
     kernel_body.__name__ = name
     results = plgpu.kernel(
@@ -182,13 +203,14 @@ class _NeedsGPU(NotImplementedError):
     """The interpreter cannot run the kernel."""
 
 
-def _interpret(body, *arrays, structure, out, grid, name, scratch):
+def _interpret(body, *arrays, structure, out, grid, name, scratch, semaphores):
     if _has_barriers(scratch):
         raise _NeedsGPU(f"{name}: uses barriers, which the interpreter lacks; wants a GPU or the context `simulated`")
 
     def kernel_body(*refs):
         with interpreting(True):
-            body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})
+            indices = {axis: pl.program_id(i) for i, axis in enumerate(grid)}
+            body(*structure.unflatten(refs), **indices, **(dict(semaphores=None) if semaphores else {}))
 
     call = dict(out_shape=out, grid=tuple(grid.values()), scratch_shapes=scratch, interpret=True, name=name)
     return pl.pallas_call(kernel_body, **call)(*arrays)
@@ -220,7 +242,7 @@ class _Entry(NamedTuple):
     kept: bool = True
 
 
-def _bind(name, functions, arrays, entries, in_place):
+def _bind(name, functions, arrays, entries, in_place, in_turn):
     # During lowering, when JAX traces the body, the x64 setting may differ.
     x64 = jax.config.jax_enable_x64
 
@@ -233,7 +255,7 @@ def _bind(name, functions, arrays, entries, in_place):
         }
         return dict(entries=entries, shapes=_kept_shapes(entries), **traced)
 
-    return _launch_p.bind(*arrays, name=name, parameters=parameters, **parameters(entries))
+    return _launch_p.bind(*arrays, name=name, parameters=parameters, in_turn=in_turn, **parameters(entries))
 
 
 def _kept_shapes(entries):
@@ -313,18 +335,34 @@ def _refuse_derivative(*_, name, **__):
 ad.primitive_jvps[_launch_p] = _refuse_derivative
 
 
-def _batch(arrays, axes, *, name, parameters, entries, **_):
+def _batch(arrays, axes, *, name, parameters, entries, in_turn, **_):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def of_batch(entries):
         of_one = parameters(entries)
         # JAX does not batch kernels that change an array in place.
-        batched, default = (jax.vmap(of_one[key], tuple(axes)) for key in ("batched", "default"))
+        over = _in_turn if in_turn else jax.vmap
+        batched, default = (over(of_one[key], tuple(axes)) for key in ("batched", "default"))
         shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in of_one["shapes"])
         return dict(entries=entries, shapes=shapes, cuda=batched, batched=batched, default=default)
 
-    results = _launch_p.bind(*arrays, name=name, parameters=of_batch, **of_batch(entries))
+    results = _launch_p.bind(*arrays, name=name, parameters=of_batch, in_turn=in_turn, **of_batch(entries))
     return results, (0,) * len(results)
+
+
+def _in_turn(function, axes):
+    """Return `jax.vmap(function, axes)` as a loop, because the examples of a batch must not share semaphores."""
+
+    def batched(*arrays):
+        mapped = [jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
+
+        def one(of_one):
+            of_one = iter(of_one)
+            return function(*(a if axis is None else next(of_one) for a, axis in zip(arrays, axes, strict=True)))
+
+        return lax.map(one, mapped)
+
+    return batched
 
 
 batching.primitive_batchers[_launch_p] = _batch

@@ -15,7 +15,7 @@ from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
-from pallas_kernels.core.mosaic import query_ptxas_once
+from pallas_kernels.core.mosaic import query_ptxas_once, semaphore_signal, semaphore_wait
 from pallas_kernels.core.simulator import simulated
 
 ROOT = Path(__file__).parents[3]
@@ -113,6 +113,24 @@ def test_vmap_runs_the_kernel_on_every_example(axis):
     y = jax.vmap(lambda x: run(double, x), axis)(x)
     np.testing.assert_array_equal(y, 2 * jnp.moveaxis(x, axis, 0))
     assert "mosaic_gpu" in cuda_program(jax.vmap(lambda x: run(double, x), axis), x)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 1)])
+def test_vmap_launches_a_kernel_with_semaphores_once_per_example(in_axes):
+    def add(x_ref, z_ref, y_ref, *, i, semaphores):
+        if semaphores is not None:  # a second example would not find 0
+            semaphore_signal(semaphores.at[i])
+            semaphore_wait(semaphores.at[i], 1)
+        y_ref[i, FIRST] = x_ref[i, FIRST] + z_ref[i, FIRST]
+
+    def added(x, z):
+        return launch(add, x, z, out=rows(), grid={"i": 2}, name="planted", semaphores=2)
+
+    arrays = [rows() if axis is None else jnp.stack([rows(), 1 + rows()], axis) for axis in in_axes]
+    np.testing.assert_array_equal(jax.vmap(added, in_axes)(*arrays), jnp.stack([2 * rows(), 1 + 2 * rows()]))
+    assert "stablehlo.while" not in cuda_program(added, rows(), rows())
+    program = cuda_program(jax.vmap(added, in_axes), *arrays)
+    assert program.count("stablehlo.while") == 1 == program.count("custom_call @mosaic_gpu")
 
 
 def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():

@@ -87,6 +87,32 @@ def test_on_cuda_kernels_compute_the_results_and_gradients(features, value_featu
     assert "stablehlo.while" not in program and "stablehlo.dot_general" not in program
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "key_heads", "options", "one_kernel"),
+    [
+        (4, 8192, 16, dict(is_causal=True), True),
+        (4, 8192, 16, {}, True),
+        (4, 8192, 4, {}, False),
+        (64, 1024, 16, {}, False),
+        (4, 8192, 16, dict(segment_ids=np.zeros((4, 8192), np.int32)), False),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_kernel_computes_the_gradients_of_many_long_rows(
+    batch, length, key_heads, options, one_kernel, packed, on_hopper
+):
+    def gradients(*qkv):
+        y, vjp = jax.vjp(functools.partial(dot_product_attention, **options, implementation="pallas"), *qkv)
+        return vjp(y)
+
+    sizes = [(key_heads, 16 // key_heads + 2)] if packed else [(16,), (key_heads,), (key_heads,)]
+    arrays = [jax.ShapeDtypeStruct((batch, length, *heads, 64), "bfloat16") for heads in sizes]
+    program = cuda_program(gradients, *arrays)
+    names = "backward", "backward_queries", "backward_keys"
+    found = [program.count(f"attention_{name}_mosaic_gpu") for name in names]
+    assert found == ([1, 0, 0] if one_kernel else [0, 1, 1])
+
+
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_no_array_has_all_scores_also_with_the_gradient_of_a_bias_that_all_examples_share(implementation, on_hopper):
     q, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((384, 384, 4, 32), (4, 384, 384)))
