@@ -49,17 +49,15 @@ from pallas_kernels.core.tiles import kernel
 _CONSUMERS = 2
 _REGISTERS = 232
 """Registers per thread of a consumer. The other two warpgroups have `PRODUCER_REGISTERS`."""
-_DS_BUFFERS = 2
+_BUFFERS = 2
+"""Buffers of ds, of parts of dq, and of queries and do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles have `queries` queries and 128 keys. Shared memory holds `stages` tiles of queries and of do, and
-    `dq_buffers` parts of dq."""
+    """Tiles have `queries` queries and 128 keys."""
 
-    queries: int = 64
-    stages: int = 2
-    dq_buffers: int = 2
+    queries: int
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -75,7 +73,7 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
         return "masks that are only known when the program runs"
     if row_count(q, k) > MOST_CONSTANTS:
         return f"{row_count(q, k)} rows of tiles, at most {MOST_CONSTANTS}"
-    return Config() if q.shape[-1] == 128 else Config(queries=128, dq_buffers=1)
+    return Config(queries=64 if q.shape[-1] == 128 else 128)
 
 
 def row_count(q: Any, k: Any) -> int:
@@ -144,7 +142,7 @@ def backward(
                 plgpu.copy_gmem_to_smem(ref.at[batch, query_head, block], stages.at[stage], barrier)
 
         kv_ring = Ring(1, copy_keys, kv_loaded, free=kv_free)
-        ring = Ring(config.stages, copy, loaded, free=free)
+        ring = Ring(_BUFFERS, copy, loaded, free=free)
 
         def for_each_visit(row, visit):
             def visit_head(member, _):
@@ -167,7 +165,7 @@ def backward(
 
         def write(row):
             def visit(step, query_head, i, tile, flags):
-                buffer = remainder(step, config.dq_buffers)
+                buffer = remainder(step, _BUFFERS)
                 rank = ranks[row.batch if ranks.shape[0] > 1 else 0, row.index, i]
                 plgpu.barrier_wait(dq_ready.at[buffer])
                 out, part = dq.at[row.batch, pl.ds(tile * queries, queries), query_head], dq_buffers.at[buffer]
@@ -208,7 +206,7 @@ def backward(
             own = pl.ds(warpgroup * ROWS, ROWS)
 
             def sum_queries(step, zero):
-                buffer = remainder(step, _DS_BUFFERS)
+                buffer = remainder(step, _BUFFERS)
                 plgpu.barrier_wait(ds_ready.at[buffer])
                 if queries == ROWS:
                     member = slice(None), pl.ds(warpgroup * part_shape[1], part_shape[1])
@@ -218,8 +216,8 @@ def backward(
                     ds, keys = ds_buffers.at[buffer, :, member[0]], k_tile.at[zero]
                 (part,) = products(part_shape, (ds.transpose((1, 0)), keys))
                 plgpu.barrier_arrive(ds_free.at[buffer])
-                buffer = remainder(step, config.dq_buffers)
-                pl.when(step >= config.dq_buffers)(lambda: plgpu.barrier_wait(dq_free.at[buffer]))
+                buffer = remainder(step, _BUFFERS)
+                pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(dq_free.at[buffer]))
                 dq_buffers[buffer, *member] = part
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_ready.at[buffer])
@@ -240,9 +238,9 @@ def backward(
                     ds = (slope * (dp - along_queries(delta_stages.at[stage]))).astype(k_tile.dtype)
                     p = p.astype(k_tile.dtype)
                     left = None if left_tile is None else left_tile.at[warpgroup]
-                    buffer = remainder(step, _DS_BUFFERS)
+                    buffer = remainder(step, _BUFFERS)
                     multiply_registers(dv_sums, p, do, left)
-                    pl.when(step >= _DS_BUFFERS)(lambda: plgpu.barrier_wait(ds_free.at[buffer]))
+                    pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(ds_free.at[buffer]))
                     ds_buffers[buffer, own] = ds
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_ready.at[buffer])
@@ -282,8 +280,8 @@ def backward(
     order = rows_of(own, read, tiles, visits, last_first=True, persistent=True)
     q, k, v, do = heads.flat(q, k, v, do)
     result = heads.shape(k, heads.keys)
-    stages = tile_memory((config.stages, queries, head), q.dtype)
-    own, vectors = tile_memory((1, rows, head), k.dtype), plgpu.SMEM((config.stages, queries), jnp.float32)
+    stages = tile_memory((_BUFFERS, queries, head), q.dtype)
+    own, vectors = tile_memory((1, rows, head), k.dtype), plgpu.SMEM((_BUFFERS, queries), jnp.float32)
     sums = jax.ShapeDtypeStruct((q.shape[0], query_tiles * queries, heads.queries, head), jnp.float32)
     dq, dk, dv = launch(
         body,
@@ -306,17 +304,17 @@ def backward(
             stages,
             vectors,
             vectors,
-            operand((_DS_BUFFERS, rows, queries), k.dtype),
-            operand((config.dq_buffers, queries, head), jnp.float32),
+            operand((_BUFFERS, rows, queries), k.dtype),
+            operand((_BUFFERS, queries, head), jnp.float32),
             operand((_CONSUMERS, ROWS, queries), q.dtype) if simulating() is not None else None,
             plgpu.Barrier(num_arrivals=2, num_barriers=1),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=1),
-            plgpu.Barrier(num_arrivals=4, num_barriers=config.stages),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_DS_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_DS_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.dq_buffers),
-            plgpu.Barrier(num_barriers=config.dq_buffers),
+            plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
+            plgpu.Barrier(num_barriers=_BUFFERS),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
         ],
         name="attention_backward",

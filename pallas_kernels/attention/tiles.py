@@ -107,12 +107,17 @@ def intervals(
     return xp.broadcast_to(first, end.shape), xp.maximum(end, 0)
 
 
+def mean_keys(masks: Masks) -> float:
+    """Return the mean number of keys per query of masks that are known when JAX traces the program."""
+    return np.maximum(masks.end - masks.first, 0).mean()
+
+
 def attends_to_few(masks: Masks | None) -> bool:
     """Return whether the queries attend to at most `FEW_KEYS` keys on average. If the intervals are only known when the
     program runs, assume so: they are documents, which are mostly short."""
     if masks is None:
         return False
-    return not isinstance(masks.first, np.ndarray) or np.maximum(masks.end - masks.first, 0).mean() <= FEW_KEYS
+    return not isinstance(masks.first, np.ndarray) or mean_keys(masks) <= FEW_KEYS
 
 
 def visited_tiles(masks: Masks, keys: int, tile: tuple[int, int]) -> tuple[Visits, Visits]:
