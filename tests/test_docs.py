@@ -298,8 +298,13 @@ def test_works_have_a_line_each_with_speedup_and_roofline(book):
 
 
 def test_the_time_per_tile_is_relative_to_attention_without_a_mask(book):
-    causal = row("a causal", microseconds=6.0, share_of_tiles=0.5)
-    run = report(row("a", share_of_tiles=1.0), causal, row("a causal", "Torch", 5.0, peer="Torch"))
+    causal = dict(place="8x2 causal", share_of_tiles=0.5)
+    run = report(
+        row("a", place="8x2", share_of_tiles=1.0),
+        row("a causal", microseconds=6.0, **causal),
+        row("a causal", "Torch", 5.0, peer="Torch", **causal),
+        row("a of another shape", place="9x2", share_of_tiles=1.0),
+    )
     head, *lines = cells(book("masks run", run=run))
     assert head[2:] == ["tiles with a valid pair", "time per tile / without a mask"]
     assert lines == [["a", "10", "100%", "1.00x"], ["a causal", "6", "50%", "1.20x"]]

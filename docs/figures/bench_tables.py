@@ -66,9 +66,11 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def masks(reports: Reports) -> str:
-    """Return a table of the times of attention with masks, and of the times per tile of scores with a valid pair."""
+    """Return a table of the times of attention with masks, and of the times per tile of scores with a valid pair. The
+    masks are those of the shape that also has a row without a mask."""
     timed = [(title, row) for title, group in works_of(all_rows(reports)) if (row := library(group))]
-    (full,) = [time(row) for _, row in timed if row["share_of_tiles"] == 1]
+    (shape, full), *_ = [(row["place"], time(row)) for _, row in timed if row["share_of_tiles"] == 1]
+    timed = [(title, row) for title, row in timed if row["place"].split(" ")[0] == shape]
     heading, titles = hoisted([title for title, _ in timed])
     lines = [
         [title, microseconds(row), percent(row["share_of_tiles"]), times(time(row) / row["share_of_tiles"] / full)]
