@@ -13,7 +13,8 @@ every run.
 **The kernel cannot hang.** A row waits only for earlier rows of the order. Each CTA computes its rows in this order,
 and all CTAs run at once: there are at most as many as multiprocessors, and XLA runs one kernel after another. Assume
 that some rows never end, and take the first of them. All rows before it end, so its CTA reaches it, and no part of it
-waits forever: it ends. Two such kernels in concurrent streams could hang, if each kept CTAs of the other from starting.
+waits forever: it ends. Two such kernels in concurrent streams could hang, if each kept CTAs of the other from starting,
+and so could a program that is exported on one GPU and runs on another with fewer multiprocessors.
 """
 
 import dataclasses
@@ -39,6 +40,7 @@ from pallas_kernels.attention.scores_sm90 import (
     unsupported,
 )
 from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, Visits
+from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_column
 from pallas_kernels.core.mosaic import plgpu, semaphore_signal, semaphore_wait
@@ -71,6 +73,8 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
         return f"head dimensions of {q.shape[-1]}, only 64 and 128"
     if not isinstance(masks.first, np.ndarray) or masks.query_segments is not None:
         return "masks that are only known when the program runs"
+    if device.gpu() is None:  # a program that is exported may run on a GPU with fewer multiprocessors
+        return "a GPU that is not present, because all CTAs must run at once"
     if row_count(q, k) > MOST_CONSTANTS:
         return f"{row_count(q, k)} rows of tiles, at most {MOST_CONSTANTS}"
     return Config(queries=64 if q.shape[-1] == 128 else 128)

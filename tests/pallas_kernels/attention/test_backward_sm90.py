@@ -83,6 +83,13 @@ def test_other_arguments_are_refused(reason, on_hopper):
     assert backward.unsupported(q, k, v, masks=masks, scale=0.1) == reason
 
 
+def test_without_a_gpu_the_number_of_ctas_that_run_at_once_is_not_known():
+    q, k, v, _ = structs(64)
+    masks = Masks(known=Known(after=0)).with_intervals(q.shape[1], k.shape[1], np)
+    with on_the_cpu():
+        assert backward.unsupported(q, k, v, masks=masks, scale=0.1).startswith("a GPU that is not present")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(window=(300, 20), heads=2)], ids=str)
