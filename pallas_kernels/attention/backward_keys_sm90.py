@@ -15,9 +15,18 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.rows_of_keys_sm90 import (
+    along_queries,
+    for_each_visit,
+    memory,
+    probabilities,
+    produce,
+    products,
+    rings,
+)
 from pallas_kernels.attention.scores_sm90 import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -27,16 +36,13 @@ from pallas_kernels.attention.scores_sm90 import (
     padded,
     padded_statistics,
     rows_of,
-    scores,
-    tile_memory,
     unknown_zero,
     unsupported,
 )
 from pallas_kernels.attention.tiles import Masks, Visits, attends_to_few
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_column
+from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder
 from pallas_kernels.core.mosaic import plgpu
-from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
@@ -105,68 +111,20 @@ def backward_keys(
     one_tile = (ROWS, queries)
 
     def body(q, k, v, do, lse, delta, masks, visits, schedule, dk, dv, *scratch, program, warpgroup):
-        k_stages, v_stages, q_stages, do_stages, lse_stages, delta_stages, left_tile, p_buffers, *barriers = scratch
-        kv_loaded, kv_free, loaded, free, p_ready, p_free = barriers
-
-        def copy_keys(step, stage, barrier, row):
-            for ref, stages, index in ((k, k_stages, heads.key), (v, v_stages, heads.value)):
-                block = ref.at[row.batch, pl.ds(row.index * rows, rows), index(row.head)]
-                plgpu.copy_gmem_to_smem(block, stages.at[stage], barrier)
-
-        def copy(step, stage, barrier, batch, query_head, tile):
-            block = pl.ds(tile * queries, queries)
-            for ref, stages, index in ((q, q_stages, heads.query(query_head)), (do, do_stages, query_head)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, block, index], stages.at[stage], barrier)
-            for ref, stages in ((lse, lse_stages), (delta, delta_stages)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, query_head, block], stages.at[stage], barrier)
-
-        kv_ring = Ring(config.key_stages, copy_keys, kv_loaded, free=kv_free)
-        ring = Ring(config.stages, copy, loaded, free=free)
-
-        def for_each_visit(row, visit):
-            """Call `visit(step, query head, tile, flags)` for each query head that reads the row's key head, and each
-            tile of queries that the row visits. `step` is the number of the CTA's earlier visits."""
-
-            def visit_head(member, _):
-                def visit_tile(i, _):
-                    step = row.first_step * group + member * row.count + i
-                    visit(step, row.head * group + member, *row.visit(i))
-
-                lax.fori_loop(0, row.count, visit_tile, None)
-
-            lax.fori_loop(0, jnp.int32(group), visit_head, None)
-
-        def produce(row):
-            kv_ring.produce(row.number, row)
-            for_each_visit(row, lambda step, head, tile, flags: ring.produce(step, row.batch, head, tile))
+        buffers, barriers, left_tile, p_buffers, p_ready, p_free = scratch
+        k_stages, v_stages, q_stages, do_stages, lse_stages, delta_stages = buffers
+        kv_ring, ring = rings(heads, config.tile, (q, k, v, do, lse, delta), buffers, barriers)
+        for_each = functools.partial(for_each_visit, group)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            order.for_each(produce, program, schedule, visits)
+            order.for_each(functools.partial(produce, kv_ring, ring, group), program, schedule, visits)
 
-        def product(left, right, *pairs):
-            """Return `left rightᵀ`, a tile of scores, and the products of further pairs."""
-            operands = [(left, right), *pairs]
-
-            def multiply(*products):
-                for sums, (a, b) in zip(products, operands, strict=True):
-                    plgpu.wgmma(sums, a, b.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                return [a[...] for a in products]
-
-            return pl.run_scoped(multiply, *[plgpu.ACC(one_tile, jnp.float32)] * len(operands))
-
-        def along_queries(vector):
-            return lax.broadcast_in_dim(load(vector, value_a_column()), one_tile, [1])
-
-        def probabilities(s, row, stage, query_head, tile, flags):
-            """Return pᵀ, and pᵀ times the derivative of the softcap."""
+        def probabilities_of(s, row, stage, query_head, tile, flags):
             key = row.index * rows + first_row()
             position = Tile(row.batch, query_head, tile * queries, key, one_tile, query_axis=1)
-            s, factor, capped = scores(s, masks, position, flags, scale=scale, softcap=softcap)
-            p = jnp.exp2(s * factor - along_queries(lse_stages.at[stage]))
-            return p, p if capped is None else p * (1 - capped * capped)
+            return probabilities(s, lse_stages.at[stage], masks, position, flags, scale=scale, softcap=softcap)
 
         def first_row():
             return 0 if config.divided else warpgroup * ROWS
@@ -184,50 +142,51 @@ def backward_keys(
         def cooperate(row, dk_sums, dv_sums):
             own = pl.ds(first_row(), ROWS)
 
-            def visit(step, query_head, tile, flags):
+            def visit(step, query_head, i, tile, flags):
                 ring.wait(step)
                 stage, key_stage = ring.stage(step), kv_ring.stage(row.number) + unknown_zero(tile)
                 q, do = q_stages.at[stage], do_stages.at[stage]
-                s, dp = product(k_stages.at[key_stage, own], q, (v_stages.at[key_stage, own], do))
-                p, slope = probabilities(s, row, stage, query_head, tile, flags)
-                ds = slope * (dp - along_queries(delta_stages.at[stage]))
+                k, v = k_stages.at[key_stage, own], v_stages.at[key_stage, own]
+                s, dp = products(one_tile, (k, q.transpose((1, 0))), (v, do.transpose((1, 0))))
+                p, slope = probabilities_of(s, row, stage, query_head, tile, flags)
+                ds = slope * (dp - along_queries(delta_stages.at[stage], one_tile))
                 multiply_and_release(step, (dv_sums, p, do), (dk_sums, ds, q))
 
-            for_each_visit(row, visit)
+            for_each(row, visit)
             return dk_sums[...], dv_sums[...]
 
         def sum_values(row, k_tile, sums):
             """Compute pᵀ and dv, and hand pᵀ to the other consumer."""
 
-            def visit(step, query_head, tile, flags):
+            def visit(step, query_head, i, tile, flags):
                 ring.wait(step)
                 stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
-                (s,) = product(k_tile, q_stages.at[stage])
-                p, slope = probabilities(s, row, stage, query_head, tile, flags)
+                (s,) = products(one_tile, (k_tile, q_stages.at[stage].transpose((1, 0))))
+                p, slope = probabilities_of(s, row, stage, query_head, tile, flags)
                 pl.when(step >= _BUFFERS)(lambda: plgpu.barrier_wait(p_free.at[buffer]))
                 p_buffers[buffer] = slope
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[buffer])
                 multiply_and_release(step, (sums, p, do_stages.at[stage]))
 
-            for_each_visit(row, visit)
+            for_each(row, visit)
             return sums[...]
 
         def sum_keys(row, v_tile, sums):
             """Compute dsᵀ and dk from pᵀ of the other consumer."""
 
-            def visit(step, query_head, tile, flags):
+            def visit(step, query_head, i, tile, flags):
                 ring.wait(step)
                 stage, buffer = ring.stage(step), remainder(step, _BUFFERS)
-                (dp,) = product(v_tile, do_stages.at[stage])
-                dp -= along_queries(delta_stages.at[stage])
+                (dp,) = products(one_tile, (v_tile, do_stages.at[stage].transpose((1, 0))))
+                dp -= along_queries(delta_stages.at[stage], one_tile)
                 plgpu.barrier_wait(p_ready.at[buffer])
                 ds = dp * load(p_buffers.at[buffer], plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_free.at[buffer])
                 multiply_and_release(step, (sums, ds, q_stages.at[stage]))
 
-            for_each_visit(row, visit)
+            for_each(row, visit)
             return sums[...]
 
         def store_sums(row, sums, tile, out):
@@ -269,11 +228,7 @@ def backward_keys(
     order = rows_of(own, read, tiles, visits, last_first=False, persistent=config.key_stages > 1)
     q, k, v, do = heads.flat(q, k, v, do)
     result = heads.shape(k, heads.keys)
-    stages = tile_memory((config.stages, queries, head), q.dtype)
-    own, vectors = (
-        tile_memory((config.key_stages, rows, head), k.dtype),
-        plgpu.SMEM((config.stages, queries), jnp.float32),
-    )
+    buffers, barriers = memory(q, k, config.tile, config.stages, config.key_stages, _CONSUMERS)
     dk, dv = launch(
         body,
         q,
@@ -288,18 +243,10 @@ def backward_keys(
         grid={"program": order.programs},
         warpgroups=_CONSUMERS + 1,
         scratch=[
-            own,
-            own,
-            stages,
-            stages,
-            vectors,
-            vectors,
+            buffers,
+            barriers,
             operand((_CONSUMERS, ROWS, queries), q.dtype) if simulating() is not None else None,
             operand((_BUFFERS, ROWS, queries), jnp.float32) if config.divided else None,
-            plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.key_stages),
-            plgpu.Barrier(num_arrivals=4, num_barriers=config.stages),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.stages),
             *[plgpu.Barrier(num_barriers=_BUFFERS) if config.divided else None] * 2,
         ],
         name="attention_backward_keys",

@@ -18,14 +18,24 @@ and so could a program that is exported on one GPU and runs on another with fewe
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.rows_of_keys_sm90 import (
+    along_queries,
+    for_each_visit,
+    memory,
+    probabilities,
+    produce,
+    products,
+    rings,
+)
 from pallas_kernels.attention.scores_sm90 import (
     PRODUCER_REGISTERS,
     ROWS,
@@ -34,17 +44,14 @@ from pallas_kernels.attention.scores_sm90 import (
     padded,
     padded_statistics,
     rows_of,
-    scores,
-    tile_memory,
     unknown_zero,
     unsupported,
 )
 from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, Visits
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import load, multiply_registers, operand, remainder, value_a_column
+from pallas_kernels.core.layouts import multiply_registers, operand, remainder
 from pallas_kernels.core.mosaic import plgpu, semaphore_signal, semaphore_wait
-from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
@@ -128,44 +135,15 @@ def backward(
     def body(
         q, k, v, do, lse, delta, masks, visits, ranks, schedule, dq, dk, dv, *scratch, program, warpgroup, semaphores
     ):
-        k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages, ds_buffers, dq_buffers, left_tile, *rest = (
-            scratch
-        )
-        kv_loaded, kv_free, loaded, free, ds_ready, ds_free, dq_ready, dq_free, rows_ended = rest
-
-        def copy_keys(step, stage, barrier, row):
-            for ref, tile, index in ((k, k_tile, heads.key), (v, v_tile, heads.value)):
-                block = ref.at[row.batch, pl.ds(row.index * rows, rows), index(row.head)]
-                plgpu.copy_gmem_to_smem(block, tile.at[0], barrier)
-
-        def copy(step, stage, barrier, batch, query_head, tile):
-            block = pl.ds(tile * queries, queries)
-            for ref, stages, index in ((q, q_stages, heads.query(query_head)), (do, do_stages, query_head)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, block, index], stages.at[stage], barrier)
-            for ref, stages in ((lse, lse_stages), (delta, delta_stages)):
-                plgpu.copy_gmem_to_smem(ref.at[batch, query_head, block], stages.at[stage], barrier)
-
-        kv_ring = Ring(1, copy_keys, kv_loaded, free=kv_free)
-        ring = Ring(_BUFFERS, copy, loaded, free=free)
-
-        def for_each_visit(row, visit):
-            def visit_head(member, _):
-                def visit_tile(i, _):
-                    step = row.first_step * group + member * row.count + i
-                    visit(step, row.head * group + member, i, *row.visit(i))
-
-                lax.fori_loop(0, row.count, visit_tile, None)
-
-            lax.fori_loop(0, jnp.int32(group), visit_head, None)
-
-        def produce(row):
-            kv_ring.produce(row.number, row)
-            for_each_visit(row, lambda step, head, i, tile, flags: ring.produce(step, row.batch, head, tile))
+        buffers, barriers, ds_buffers, dq_buffers, left_tile, ds_ready, ds_free, dq_ready, dq_free, rows_ended = scratch
+        k_tile, v_tile, q_stages, do_stages, lse_stages, delta_stages = buffers
+        kv_ring, ring = rings(heads, config.tile, (q, k, v, do, lse, delta), buffers, barriers)
+        for_each = functools.partial(for_each_visit, group)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            order.for_each(produce, program, schedule, visits)
+            order.for_each(functools.partial(produce, kv_ring, ring, group), program, schedule, visits)
 
         def write(row):
             def visit(step, query_head, i, tile, flags):
@@ -186,24 +164,12 @@ def backward(
                 plgpu.wait_smem_to_gmem(0)
                 semaphore_signal(added)
 
-            for_each_visit(row, visit)
+            for_each(row, visit)
 
         @pl.when(warpgroup == _CONSUMERS + 1)
         def _():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             order.for_each(write, program, schedule, visits)
-
-        def products(shape, *pairs):
-            def multiply(*sums):
-                for total, (a, b) in zip(sums, pairs, strict=True):
-                    plgpu.wgmma(total, a, b)
-                plgpu.wgmma_wait(0)
-                return [a[...] for a in sums]
-
-            return pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
-
-        def along_queries(vector):
-            return lax.broadcast_in_dim(load(vector, value_a_column()), one_tile, [1])
 
         def consume(row):
             kv_ring.wait(row.number)
@@ -236,10 +202,9 @@ def backward(
                     s, dp = products(one_tile, (k.at[own], q.transpose((1, 0))), (v.at[own], do.transpose((1, 0))))
                     key = row.index * rows + warpgroup * ROWS
                     position = Tile(row.batch, query_head, tile * queries, key, one_tile, query_axis=1)
-                    s, factor, capped = scores(s, masks, position, flags, scale=scale, softcap=softcap)
-                    p = jnp.exp2(s * factor - along_queries(lse_stages.at[stage]))
-                    slope = p if capped is None else p * (1 - capped * capped)
-                    ds = (slope * (dp - along_queries(delta_stages.at[stage]))).astype(k_tile.dtype)
+                    options = dict(scale=scale, softcap=softcap)
+                    p, slope = probabilities(s, lse_stages.at[stage], masks, position, flags, **options)
+                    ds = (slope * (dp - along_queries(delta_stages.at[stage], one_tile))).astype(k_tile.dtype)
                     p = p.astype(k_tile.dtype)
                     left = None if left_tile is None else left_tile.at[warpgroup]
                     buffer = remainder(step, _BUFFERS)
@@ -255,7 +220,7 @@ def backward(
                     ring.release(step)
 
                 first_step = row.first_step * group
-                for_each_visit(row, visit)
+                for_each(row, visit)
                 last = first_step + row.count * group - 1
                 pl.when(row.count > 0)(lambda: sum_queries(last, unknown_zero(last)))
                 return dk_sums[...], dv_sums[...]
@@ -284,8 +249,7 @@ def backward(
     order = rows_of(own, read, tiles, visits, last_first=True, persistent=True)
     q, k, v, do = heads.flat(q, k, v, do)
     result = heads.shape(k, heads.keys)
-    stages = tile_memory((_BUFFERS, queries, head), q.dtype)
-    own, vectors = tile_memory((1, rows, head), k.dtype), plgpu.SMEM((_BUFFERS, queries), jnp.float32)
+    buffers, barriers = memory(q, k, config.tile, _BUFFERS, 1, _CONSUMERS)
     sums = jax.ShapeDtypeStruct((q.shape[0], query_tiles * queries, heads.queries, head), jnp.float32)
     dq, dk, dv = launch(
         body,
@@ -302,22 +266,12 @@ def backward(
         grid={"program": order.programs},
         warpgroups=_CONSUMERS + 2,
         scratch=[
-            own,
-            own,
-            stages,
-            stages,
-            vectors,
-            vectors,
+            buffers,
+            barriers,
             operand((_BUFFERS, rows, queries), k.dtype),
             operand((_BUFFERS, queries, head), jnp.float32),
             operand((_CONSUMERS, ROWS, queries), q.dtype) if simulating() is not None else None,
-            plgpu.Barrier(num_arrivals=2, num_barriers=1),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=1),
-            plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS),
+            *[plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_BUFFERS)] * 3,
             plgpu.Barrier(num_barriers=_BUFFERS),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
         ],
