@@ -38,6 +38,8 @@ _MAX_PATCH = 72
 """Maximum pixels that a thread's windows read. More were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
+_FUSED_SPLITS = 64
+"""Maximum splits that each operation that reads the gradients adds anew. Not tuned."""
 
 
 class WeightsGradientConfig(NamedTuple):
@@ -152,7 +154,8 @@ def weights_gradient(
         barriers=False,
         name="conv2d_relu_max_pool2d_backward_weights",
     )
-    sums = jnp.sum(sums, axis=0)
+    # XLA fuses these additions with the operations that read dw and db. `jnp.sum` would be a separate launch.
+    sums = sum(sums[1:], sums[0]) if splits <= _FUSED_SPLITS else jnp.sum(sums, axis=0)
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
     # db is the same for all input channels.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)

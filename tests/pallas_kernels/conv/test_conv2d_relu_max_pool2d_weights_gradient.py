@@ -4,9 +4,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from cuda_compiler import missing
 from exact_blocks import BLOCKS, WINDOW, operands, routed, shapes
 from helpers import assert_close, cuda_program, on_the_cpu
 
+from experiments.ahead_of_time import gpus
 from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import WeightsGradientConfig, weights_gradient
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.layouts import LANES
@@ -75,6 +77,24 @@ def test_the_weights_gradient_is_split_by_channels_too_where_windows_are_few(blo
     x, _, _, dy, place = shapes(block, N)
     config = weights_gradient.plan(dy, place, x, window=WINDOW)
     assert (config.channels, config.windows, config.division(dy, x)[0]) == (channels, 4, splits)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+@pytest.mark.parametrize(("N", "launches"), [(128, 2), (1024, 3)])
+def test_few_splits_are_added_in_the_launches_that_read_the_gradients(N, launches):
+    x, w, b, dy, place = shapes("lenet1", N)
+
+    def update(dy, place, x, w, b):
+        dw, db = weights_gradient(dy, place, x, window=WINDOW)
+        return w - dw, b - db
+
+    with gpus(HOPPER) as (gpu,):
+        device = jax.sharding.SingleDeviceSharding(gpu)
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for a in (dy, place, x, w, b)]
+        options = {"xla_gpu_autotune_level": 0}
+        program = jax.jit(update).lower(*structs).compile(compiler_options=options).as_text()
+    # The kernel reads the indices in another order, so one more launch transposes them.
+    assert program.count(" fusion(") == launches + 1
 
 
 @pytest.mark.parametrize("block", BLOCKS)
