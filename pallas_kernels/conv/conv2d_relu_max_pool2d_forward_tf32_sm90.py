@@ -176,7 +176,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
                 for step in range(tile.steps):
                     plgpu.barrier_wait(loaded.at[warpgroup])
                     refs = [as_operand(patches).at[warpgroup, group] for group in range(groups)]
-                    patch = [rounded_to_tf32(load(ref.transpose((1, 0)), transposing, optimized=False)) for ref in refs]
+                    patch = [load(ref.transpose((1, 0)), transposing, optimized=False) for ref in refs]
+                    patch = [rounded_to_tf32(pixels, transposing) for pixels in patch]
                     # All threads have now read the patch. The next patch is copied during this product.
                     plgpu.commit_smem()
                     if step + 1 < tile.steps:

@@ -104,7 +104,8 @@ def input_gradient(
             return [jnp.concatenate(list(map(read, of_array)), axis=1) for of_array in rows]
 
         def route(gradient, places):
-            gradient = rounded_to_tf32(plgpu.layout_cast(gradient, plgpu.Layout.WGMMA))
+            gradient = plgpu.layout_cast(gradient, plgpu.Layout.WGMMA)
+            gradient = rounded_to_tf32(gradient, plgpu.Layout.WGMMA)
             places = plgpu.layout_cast(places.astype(jnp.int32), plgpu.Layout.WGMMA)
             for t in range(R * S):
                 columns = pl.ds(t * size.gradients, size.gradients)

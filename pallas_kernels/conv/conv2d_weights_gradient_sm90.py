@@ -197,10 +197,10 @@ def _gradients(dy, place, x, window, config, name):
                 buffer = remainder(step, 2) if pooled else stage
                 rows = pl.ds(warpgroup * share, share)
                 if not pooled:
-                    routed[buffer, rows] = rounded_to_tf32(load(routed.at[stage, rows], layout))
+                    routed[buffer, rows] = rounded_to_tf32(load(routed.at[stage, rows], layout), layout)
                     plgpu.commit_smem()
                     return buffer
-                gradient = rounded_to_tf32(load(dys.at[stage, rows], layout))
+                gradient = rounded_to_tf32(load(dys.at[stage, rows], layout), layout)
                 maximum = load(places_of_maxima.at[stage, rows], layout, optimized=False).astype(jnp.int32)
                 for n in range(places):
                     of_place = jnp.where(maximum == t * places + n, gradient, jnp.zeros_like(gradient))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.core.mosaic import plgpu
-from pallas_kernels.core.simulator import interpreting, simulating
+from pallas_kernels.core.simulator import interpreting, simulating, without_registers
 
 LANES = 128
 """Threads in a warpgroup (PTX ISA, wgmma). Vector lengths are multiples of `LANES`."""
@@ -122,13 +123,26 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
     return [a + product for a, product in zip(sums, pl.run_scoped(products, *zeros), strict=True)]
 
 
-def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 to TF32, because the tensor cores would truncate it. Return other dtypes unchanged."""
+def rounded_to_tf32(x: Array, layout: Any) -> Array:
+    """Round float32 to TF32, because the tensor cores would truncate it. Return other dtypes unchanged. `layout` is the
+    register layout of x."""
     if x.dtype != jnp.float32:
         return x
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A GPU's NaN has all bits but the sign set. The addition would turn it into -0.
-    return lax.select(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
+    if without_registers():
+        return lax.reduce_precision(x, 8, 10)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
+    def rounded(_, x):
+        return x._pointwise(_register_rounded_to_tf32)
+
+    return rounded(x)
+
+
+def _register_rounded_to_tf32(register):
+    # One instruction per element. Integer operations would take four, one of them for NaN.
+    numbers = [vector.extract(register, [], [i]) for i in range(register.type.shape[0])]
+    rounded = [llvm.inline_asm(n.type, [n], "cvt.rn.tf32.f32 $0, $1;", "=f,f") for n in numbers]
+    return vector.from_elements(register.type, rounded)
 
 
 def zeros_like(vector: Array) -> Array:

@@ -243,7 +243,7 @@ def _read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
         columns = [pl.ds((group * loads + i) * SLICE, SLICE) for i in range(loads)]
         slices = [load(x.at[c, examples].transpose((1, 0)), layout, optimized=False) for c in columns]
         for c, values in zip(columns, slices, strict=True):
-            store(operand.at[:, c], rounded_to_tf32(values))
+            store(operand.at[:, c], rounded_to_tf32(values, layout))
 
     lax.fori_loop(0, count // loads, read_group, None)
     plgpu.commit_smem()
@@ -258,7 +258,7 @@ def _put(rows: Array, outputs: int, operand: Any, ref: Any, *, bulk: bool, one: 
     for first, stop in ((0, width - SLICE), (width - SLICE, width)):
         if first == stop:
             continue
-        part, columns = rounded_to_tf32(rows[:, first:stop]), pl.ds(first, stop - first)
+        part, columns = rounded_to_tf32(rows[:, first:stop], plgpu.Layout.WGMMA), pl.ds(first, stop - first)
         if stop == width:
             part = _mask_padding(part, outputs - first, one=one)
         operand[:, columns] = part

@@ -73,9 +73,10 @@ def weighed_gradients(
                 columns = pl.ds(jnp.minimum(column, widths[0] - SLICE), SLICE)
                 block = x.at[columns, examples].transpose((1, 0))
                 inputs = load(block, plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-                inputs = rounded_to_tf32(jnp.where(column < widths[0], inputs, 1.0))
+                inputs = jnp.where(column < widths[0], inputs, 1.0)
+                inputs = rounded_to_tf32(inputs, plgpu.Layout.WGMMA_TRANSPOSED)
             for n, values in zip((0, SLICE), tiles, strict=True):
-                values = rounded_to_tf32(values * spread(weight, values))
+                values = rounded_to_tf32(values * spread(weight, values), plgpu.Layout.WGMMA)
                 values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
                 store(left.at[pl.ds(n, SLICE), lanes].transpose((1, 0)), values)
             store(right.at[:, lanes].transpose((1, 0)), inputs)

@@ -1,8 +1,22 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from helpers import cuda_program
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.layouts import divisors, largest_divisor, quotient, remainder, vector_length
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import (
+    LANES,
+    divisors,
+    largest_divisor,
+    load,
+    quotient,
+    remainder,
+    rounded_to_tf32,
+    vector_length,
+)
+from pallas_kernels.core.simulator import simulated
 
 
 @pytest.mark.parametrize(
@@ -52,3 +66,40 @@ def test_in_64_bit_mode_they_keep_the_number_s_dtype():
 def test_they_are_one_operation_each():
     program = jax.make_jaxpr(lambda n: (quotient(n, 7), remainder(n, 7)))(jnp.int32(0))
     assert [equation.primitive.name for equation in program.eqns] == ["div", "rem"]
+
+
+def round_in_a_kernel(x):
+    def body(x, y, *, one):
+        del one
+        layout = plgpu.Layout.WG_STRIDED(x.shape, vec_size=2)
+        y[...] = rounded_to_tf32(load(x, layout), layout)
+
+    return launch(body, x, out=x, grid={"one": 1}, name="rounds", barriers=False)
+
+
+def numbers():
+    """Return float32 numbers, and the nearest numbers with 10 bits after the first."""
+    random = np.random.default_rng(0).standard_normal(2 * LANES - 8)
+    ties = [1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11]
+    x = np.array([0, np.inf, -np.inf, np.finfo(np.float32).max, *ties, np.nan, *random], np.float32)
+    # A GPU's NaN has all bits but the sign set.
+    x.view(np.int32)[7] = 0x7FFFFFFF
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    with np.errstate(over="ignore"):
+        return x, np.ldexp(np.rint(mantissa * 2**11), exponent - 11).astype(np.float32)
+
+
+def test_simulated_numbers_are_rounded_to_the_nearest_in_tf32():
+    x, rounded = numbers()
+    with simulated():
+        np.testing.assert_array_equal(jax.block_until_ready(round_in_a_kernel(jnp.asarray(x))), rounded)
+
+
+@pytest.mark.gpu
+def test_numbers_are_rounded_to_the_nearest_in_tf32():
+    x, rounded = numbers()
+    np.testing.assert_array_equal(jax.jit(round_in_a_kernel)(x), rounded)
+
+
+def test_one_instruction_rounds_a_number_to_tf32():
+    assert "cvt.rn.tf32.f32" in cuda_program(round_in_a_kernel, jax.ShapeDtypeStruct((2 * LANES,), "float32"))
