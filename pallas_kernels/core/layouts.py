@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.core.mosaic import plgpu
@@ -139,10 +140,12 @@ def rounded_to_tf32(x: Array, layout: Any) -> Array:
 
 
 def _register_rounded_to_tf32(register):
-    # One instruction per element. Integer operations would take four, one of them for NaN.
+    # One instruction per element. Integer operations would take four, one of them for NaN. The result is a .b32
+    # register, because ptxas refuses .f32.
+    bits = ir.IntegerType.get_signless(32)
     numbers = [vector.extract(register, [], [i]) for i in range(register.type.shape[0])]
-    rounded = [llvm.inline_asm(n.type, [n], "cvt.rn.tf32.f32 $0, $1;", "=f,f") for n in numbers]
-    return vector.from_elements(register.type, rounded)
+    rounded = [llvm.inline_asm(bits, [n], "cvt.rn.tf32.f32 $0, $1;", "=r,f") for n in numbers]
+    return vector.from_elements(register.type, [llvm.bitcast(register.type.element_type, n) for n in rounded])
 
 
 def zeros_like(vector: Array) -> Array:

@@ -101,5 +101,6 @@ def test_numbers_are_rounded_to_the_nearest_in_tf32():
     np.testing.assert_array_equal(jax.jit(round_in_a_kernel)(x), rounded)
 
 
-def test_one_instruction_rounds_a_number_to_tf32():
-    assert "cvt.rn.tf32.f32" in cuda_program(round_in_a_kernel, jax.ShapeDtypeStruct((2 * LANES,), "float32"))
+def test_one_instruction_rounds_a_number_to_tf32_in_a_register_of_bits():
+    program = cuda_program(round_in_a_kernel, jax.ShapeDtypeStruct((2 * LANES,), "float32"))
+    assert {"cvt.rn.tf32.f32 $0, $1;", "=r,f"} <= set(program.split("\\00"))
