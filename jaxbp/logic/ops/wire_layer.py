@@ -52,66 +52,85 @@ def _by_group(rows, wires):
 _exact_products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def _forward(weights, wires, x):
+def _forward(logits, wires, x):
     rows = upcast(features_first(x))
     if wires.relaxation == "softmax":
-        return _mixtures(weights, wires, rows[wires.candidates], x)
-    weights = _by_group(weights, wires)
-    read = jnp.take_along_axis(wires.candidates, jnp.argmax(weights, axis=-1), axis=1)
-    y = jnp.max(weights, axis=-1).reshape(-1, 1) * rows[read.ravel()]
+        return _mixtures(logits, wires, rows[wires.candidates], x)
+    chosen = jnp.argmax(logits, axis=-1).reshape(wires.groups, -1)
+    read = jnp.take_along_axis(wires.candidates, chosen, axis=1).ravel()
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    y = jnp.where(jnp.isnan(largest), largest, rows[read])
     return features_last(y.astype(x.dtype), x.shape[:-1])
 
 
-def _mixtures_of_candidates(weights, wires, x):
-    return _mixtures(weights, wires, upcast(features_first(x))[wires.candidates], x)
+def _mixtures_of_candidates(logits, wires, x):
+    return _mixtures(logits, wires, upcast(features_first(x))[wires.candidates], x)
 
 
-def _mixtures(weights, wires, values, x):
-    y = _exact_products("qwk,qkn->qwn", _by_group(weights, wires), values)
+def _mixtures(logits, wires, values, x):
+    y = _exact_products("qwk,qkn->qwn", _by_group(_weights(logits, wires), wires), values)
     return features_last(y.reshape(2 * wires.gates, y.shape[-1]).astype(x.dtype), x.shape[:-1])
 
 
-def _gradients(dy, weights, wires, x):
-    dvalues, dweights = _gradients_of_groups(features_first(dy), weights, wires, features_first(x))
+def _gradients(dy, logits, wires, x):
+    dlogits, dvalues = _gradients_of_groups(features_first(dy), logits, wires, features_first(x))
     dvalues, offsets, fan_out = barriers.on_cpu(dvalues), wires.reader_offsets, wires.max_fan_out
     dx = sum_over_consumers(lambda at: dvalues[wires.readers[at]], offsets, wires.readers.size, fan_out)
-    return dweights, features_last(dx.astype(x.dtype), x.shape[:-1])
+    return dlogits, features_last(dx.astype(x.dtype), x.shape[:-1])
 
 
-def _gradients_of_groups(dy, weights, wires, rows):
+def _gradients_of_groups(dy, logits, wires, rows):
     # Small groups have kernels, which multiply exactly.
-    products = jnp.einsum if unsupported_group(weights, wires.candidates) else _exact_products
+    is_small = unsupported_group(logits, wires.candidates) is None
+    products = _exact_products if is_small else jnp.einsum
+    softmax_gradient = gates.softmax_gradient if is_small else _softmax_gradient_of_long_rows
     dy, values = _by_group(upcast(dy), wires), upcast(rows)[wires.candidates]
-    dweights = products("qwn,qkn->qwk", dy, values).reshape(weights.shape)
-    dvalues = products("qwk,qwn->qkn", _by_group(weights, wires), dy)
-    return dvalues.reshape(wires.readers.size, dvalues.shape[-1]), dweights
+    dweights = products("qwn,qkn->qwk", dy, values).reshape(logits.shape)
+    dvalues = products("qwk,qwn->qkn", _by_group(_weights(logits, wires), wires), dy)
+    return softmax_gradient(dweights, logits), dvalues.reshape(wires.readers.size, dvalues.shape[-1])
 
 
-def _gradients_by_autodiff(dy, weights, wires, x):
+def _softmax_gradient_of_long_rows(dp, logits):
+    """Return `gates.softmax_gradient(dp, logits)`, with a barrier after the sums of each row.
 
-    def forward(weights, x):
+    On a GPU, one kernel then computes the sums, and the optimizer's kernel computes the gradient where it reads it.
+    Without the barrier, XLA computes the gradient once per moment of the optimizer, in kernels that keep a whole row
+    in the registers of one CTA: docs/lab/2026-11-30-learned-wires.md.
+    """
+    largest = jnp.argmax(logits, axis=-1, keepdims=True)
+    shift, dp_of_largest = (jnp.take_along_axis(a, largest, axis=-1) for a in (logits, dp))
+    e, dp = jnp.exp(logits - shift), dp - dp_of_largest
+    total, weighted = barriers.stored([jnp.sum(terms, axis=-1, keepdims=True) for terms in (e, e * dp)])
+    return (e / total * (dp - weighted / total)).astype(logits.dtype)
+
+
+def _gradients_by_autodiff(dy, logits, wires, x):
+
+    def forward(logits, x):
         readers = wires.candidates.ravel(), wires.readers, wires.reader_offsets
         values = rows_of_readers(upcast(features_first(x)), *readers, wires.max_fan_out)
-        return _mixtures(weights, wires, values.reshape(*wires.candidates.shape, -1), x)
+        return _mixtures(logits, wires, values.reshape(*wires.candidates.shape, -1), x)
 
-    return jax.vjp(forward, weights, x)[1](dy)
-
-
-def _forward_kernel(weights, wires, x):
-    if unsupported_group(weights, wires.candidates):
-        return _forward(weights, wires, x)
-    return from_rows_of_kernels(mixtures(weights, wires.candidates, rows_of_kernels(x)), x.shape[:-1])
+    return jax.vjp(forward, logits, x)[1](dy)
 
 
-def _gradients_kernel(dy, weights, wires, x):
+def _forward_kernel(logits, wires, x):
+    if unsupported_group(logits, wires.candidates):
+        return _forward(logits, wires, x)
+    rows = mixtures(_weights(logits, wires), wires.candidates, rows_of_kernels(x))
+    return from_rows_of_kernels(rows, x.shape[:-1])
+
+
+def _gradients_kernel(dy, logits, wires, x):
     rows, dy = rows_of_kernels(x), rows_of_kernels(dy)
-    if unsupported_group(weights, wires.candidates):
-        dvalues, dweights = _gradients_of_groups(dy, weights, wires, rows)
+    if unsupported_group(logits, wires.candidates):
+        dlogits, dvalues = _gradients_of_groups(dy, logits, wires, rows)
     else:
-        dvalues, dweights = mixtures_gradients(dy, weights, wires.candidates, rows)
+        dvalues, dweights = mixtures_gradients(dy, _weights(logits, wires), wires.candidates, rows)
+        dlogits = gates.softmax_gradient(dweights, logits)
     options = dict(max_fan_out=wires.max_fan_out, dtype=x.dtype)
     dx = sums_over_readers(dvalues, wires.readers, wires.reader_offsets, **options)
-    return dweights.astype(weights.dtype), from_rows_of_kernels(dx, x.shape[:-1])
+    return dlogits, from_rows_of_kernels(dx, x.shape[:-1])
 
 
 _FORWARD = formula_and_kernel(_forward, _forward_kernel, "x", derivatives_of=_mixtures_of_candidates)
@@ -127,8 +146,8 @@ def _definition(logits, wires, x):
 _WIRE_LAYER, _WIRE_LAYER_BACKWARD = layer_ops(
     "wire_layer",
     _definition,
-    lambda logits, wires, by: _weights(logits, wires),
-    lambda dweights, logits, by: gates.softmax_gradient(dweights, logits),
+    lambda logits, wires, by: logits,
+    lambda dlogits, logits, by: dlogits,
     _FORWARD,
     _GRADIENTS,
 )

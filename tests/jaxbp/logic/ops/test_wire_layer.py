@@ -4,10 +4,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from cuda_compiler import missing
 from helpers import assert_close, cuda_program, every_implementation, in_float64, launching_program, normal, ours
 
 import jaxbp
+from experiments.ahead_of_time import gpus
 from jaxbp import LearnedWires
 from jaxbp.verify import check
 from pallas_kernels.core.device import HOPPER, targeting
@@ -92,6 +95,17 @@ def test_all_inputs_may_be_candidates(implementation, relaxation):
     assert_close(gradients, exact[1:], "float32")
 
 
+@ours
+@pytest.mark.parametrize("logit", [12.0, 20.0])
+def test_the_logit_of_a_candidate_that_is_nearly_sure_has_its_gradient(logit, implementation):
+    wires = LearnedWires.random(41, 16, seed=0, candidates="all")
+    dy, logits, x = normal((3, 32), (32, 41), (3, 41))
+    logits = logits.at[:, 5].add(logit)
+    dlogits = jaxbp.wire_layer_backward(dy, logits, wires, x, implementation=implementation)[0]
+    exact = by_the_definition(dy, logits, wires, x)[1]
+    assert_close([dlogits, dlogits[:, 5]], [exact, exact[:, 5]], "float32")
+
+
 def test_values_of_selected_candidates_are_exact_and_logits_that_are_nan_give_nan():
     (x,), logits = normal((2, 6)), jnp.zeros((12, 3)).at[:, 1].set(1.0).at[0].set(jnp.nan)
     x = x.at[0, 3].set(jnp.inf)  # no wire selects this candidate
@@ -127,6 +141,32 @@ def test_on_a_gpu_the_formula_multiplies_as_exactly_as_the_kernels():
         program = cuda_program(value_and_gradients("xla"), dy, logits, WIRES["softmax"], x)
     products = re.findall("dot_general.*", program)
     assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
+def test_a_step_with_all_inputs_as_candidates_writes_the_gradient_of_the_weights_once():
+    wires, adam = LearnedWires.random(784, 500, seed=0, candidates="all"), optax.adam(0.1)
+
+    def step(logits, state, x, labels):
+        loss = lambda logits: jnp.sum(jnp.square(jaxbp.wire_layer(logits, wires, x) - labels))  # noqa: E731
+        changes, state = adam.update(jax.grad(loss)(logits), state)
+        return optax.apply_updates(logits, changes), state
+
+    shapes = (1000, 784), (128, 784), (128, 1000)
+    logits, x, labels = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    arguments = logits, jax.eval_shape(adam.init, logits), x, labels
+    with gpus(HOPPER) as (gpu,):
+        sharding = jax.sharding.SingleDeviceSharding(gpu)
+        arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(*arguments)
+        options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        program = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options).as_text()
+    computations = [part for part in re.split(r"\n(?=%|ENTRY)", program) if "[1000,784]" in part]
+    results = re.findall(r" = (\(.*?\)|\S+) (?:fusion|custom-call)\(", computations.pop())
+    # One product, and one kernel that writes the logits and both moments.
+    assert sorted(count for r in results if (count := r.count("f32[1000,784]"))) == [1, 3]
+    # The other kernels find the largest logits, gather one element per row, and sum rows.
+    assert len([part for part in computations if part.startswith("%fused")]) == 4
 
 
 def test_kernels_that_nothing_needs_are_not_launched():
