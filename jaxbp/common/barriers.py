@@ -36,13 +36,13 @@ def recomputed(a: Array) -> Array:
     return a * _on_gpu(lax.optimization_barrier, jnp.ones((), a.dtype))
 
 
-def stored(residual: Array) -> Array:
-    """Return a residual. On a GPU, a barrier makes XLA store this array and no other.
+def stored(arrays: Any) -> Any:
+    """Return the arrays, such as residuals. On a GPU, a barrier makes XLA store these arrays and no others.
 
-    Without it, XLA may store an array from which it can compute the residual again, or, in half precision, the float32
+    Without it, XLA may store an array from which it can compute a residual again, or, in half precision, the float32
     array that was rounded (`xla_allow_excess_precision`).
     """
-    return _on_gpu(lax.optimization_barrier, residual)
+    return _on_gpu(lax.optimization_barrier, arrays)
 
 
 def _on_gpu(f, a):

@@ -55,7 +55,7 @@ _exact_products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGH
 def _forward(logits, wires, x):
     rows = upcast(features_first(x))
     if wires.relaxation == "softmax":
-        return _mixtures(logits, wires, rows[wires.candidates], x)
+        return _mixtures(_weights(logits, wires), wires, rows[wires.candidates], x)
     chosen = jnp.argmax(logits, axis=-1).reshape(wires.groups, -1)
     read = jnp.take_along_axis(wires.candidates, chosen, axis=1).ravel()
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -64,11 +64,11 @@ def _forward(logits, wires, x):
 
 
 def _mixtures_of_candidates(logits, wires, x):
-    return _mixtures(logits, wires, upcast(features_first(x))[wires.candidates], x)
+    return _mixtures(_weights(logits, wires), wires, upcast(features_first(x))[wires.candidates], x)
 
 
-def _mixtures(logits, wires, values, x):
-    y = _exact_products("qwk,qkn->qwn", _by_group(_weights(logits, wires), wires), values)
+def _mixtures(weights, wires, values, x):
+    y = _exact_products("qwk,qkn->qwn", _by_group(weights, wires), values)
     return features_last(y.reshape(2 * wires.gates, y.shape[-1]).astype(x.dtype), x.shape[:-1])
 
 
@@ -83,14 +83,14 @@ def _gradients_of_groups(dy, logits, wires, rows):
     # Small groups have kernels, which multiply exactly.
     is_small = unsupported_group(logits, wires.candidates) is None
     products = _exact_products if is_small else jnp.einsum
-    softmax_gradient = gates.softmax_gradient if is_small else _softmax_gradient_of_long_rows
+    softmax_gradient = gates.softmax_gradient if is_small else _softmax_gradient_of_large_groups
     dy, values = _by_group(upcast(dy), wires), upcast(rows)[wires.candidates]
     dweights = products("qwn,qkn->qwk", dy, values).reshape(logits.shape)
     dvalues = products("qwk,qwn->qkn", _by_group(_weights(logits, wires), wires), dy)
     return softmax_gradient(dweights, logits), dvalues.reshape(wires.readers.size, dvalues.shape[-1])
 
 
-def _softmax_gradient_of_long_rows(dp, logits):
+def _softmax_gradient_of_large_groups(dp, logits):
     """Return `gates.softmax_gradient(dp, logits)`, with a barrier after the sums of each row.
 
     On a GPU, one kernel then computes the sums, and the optimizer's kernel computes the gradient where it reads it.
@@ -106,12 +106,14 @@ def _softmax_gradient_of_long_rows(dp, logits):
 
 def _gradients_by_autodiff(dy, logits, wires, x):
 
-    def forward(logits, x):
+    def forward(weights, x):
         readers = wires.candidates.ravel(), wires.readers, wires.reader_offsets
         values = rows_of_readers(upcast(features_first(x)), *readers, wires.max_fan_out)
-        return _mixtures(logits, wires, values.reshape(*wires.candidates.shape, -1), x)
+        return _mixtures(weights, wires, values.reshape(*wires.candidates.shape, -1), x)
 
-    return jax.vjp(forward, logits, x)[1](dy)
+    dweights, dx = jax.vjp(forward, _weights(logits, wires), x)[1](dy)
+    # The gradient of jax.nn.softmax, and its derivatives, would lose digits if a candidate is nearly sure.
+    return gates.softmax_gradient(dweights, logits), dx
 
 
 def _forward_kernel(logits, wires, x):

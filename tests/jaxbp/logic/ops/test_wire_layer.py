@@ -106,6 +106,23 @@ def test_the_logit_of_a_candidate_that_is_nearly_sure_has_its_gradient(logit, im
     assert_close([dlogits, dlogits[:, 5]], [exact, exact[:, 5]], "float32")
 
 
+@pytest.mark.parametrize("candidates", ["all", 3])
+@every_relaxation
+@ours
+def test_the_derivative_of_this_gradient_keeps_its_digits(implementation, relaxation, candidates):
+    wires = LearnedWires.random(41, 16, seed=0, candidates=candidates, relaxation=relaxation)
+    dy, logits, x, weights = normal((3, 32), (32, wires.choices), (3, 41), (32, wires.choices))
+    logits = logits.at[:, 2].add(12.0)
+
+    def derivative(implementation, dy, logits, x, weights):
+        backward = functools.partial(jaxbp.wire_layer_backward, implementation=implementation)
+        return jax.grad(lambda logits: jnp.sum(weights * backward(dy, logits, wires, x)[0]))(logits)
+
+    got = derivative(implementation, dy, logits, x, weights)
+    exact = in_float64(functools.partial(derivative, "xla"), dy, logits, x, weights)
+    assert_close([got, got[:, 2]], [exact, exact[:, 2]], "float32")
+
+
 def test_values_of_selected_candidates_are_exact_and_logits_that_are_nan_give_nan():
     (x,), logits = normal((2, 6)), jnp.zeros((12, 3)).at[:, 1].set(1.0).at[0].set(jnp.nan)
     x = x.at[0, 3].set(jnp.inf)  # no wire selects this candidate
