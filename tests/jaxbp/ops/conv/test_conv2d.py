@@ -1,4 +1,5 @@
 import functools
+import re
 import warnings
 
 import jax
@@ -13,6 +14,7 @@ from helpers import (
     every_implementation,
     gradients_of,
     in_float64,
+    launching_program,
     normal,
     on_the_cpu,
     ours,
@@ -240,13 +242,18 @@ IN_EIGHTS = (2, 2, 8, 8), (4, 2, 5, 5), (4,)
 @pytest.mark.parametrize(
     ("gpu", "wgmma"), [(HOPPER, True), (BLACKWELL, False), (BLACKWELL_RTX, False)], ids=["H200", "B200", "RTX"]
 )
-@pytest.mark.parametrize("implementation", ["pallas", None])
-def test_only_hopper_gets_its_own_tensor_core_instructions(implementation, gpu, wgmma):
-    run = value_and_gradients(functools.partial(conv2d, precision="default", implementation=implementation))
-    with targeting(gpu):
-        program = cuda_program(run, normal(*IN_EIGHTS), normal((2, 4, 4, 4)))
-    assert "custom_call @mosaic_gpu" in program
-    assert ("wgmma" in program) == wgmma
+def test_only_hopper_gets_its_own_tensor_core_instructions(gpu, wgmma):
+    def program(lowered, implementation):
+        run = value_and_gradients(functools.partial(conv2d, precision="default", implementation=implementation))
+        with targeting(gpu):
+            return lowered(run, normal(*IN_EIGHTS), normal((2, 4, 4, 4)))
+
+    of_pallas, of_none = (re.findall(r"@kernel\.\w+", program(launching_program, name)) for name in ("pallas", None))
+    assert of_none and {*of_none} <= {*of_pallas}
+    with_bodies = program(cuda_program, "pallas")
+    assert with_bodies.count("custom_call @mosaic_gpu") == len(of_pallas)
+    assert ("wgmma" in with_bodies) == wgmma
+    assert any("tensor_cores" in name for name in of_none) == wgmma
 
 
 def test_on_the_tensor_cores_one_kernel_makes_the_gradients_of_weights_and_bias(on_hopper):

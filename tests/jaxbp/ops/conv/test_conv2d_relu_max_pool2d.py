@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,7 @@ def test_an_empty_batch_has_zero_gradients_in_the_parameters(implementation):
     np.testing.assert_array_equal(db, np.zeros(2))
 
 
+IN_TF32 = jax.__version_info__ >= MIN_JAX
 LARGE, LARGER = (((N, 16, 1, 4), (N, 2, 6, 12), (16, 2, 5, 5)) for N in (2048, 8192))
 
 
@@ -95,16 +97,21 @@ def backward(implementation=None, precision="default"):
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, BLACKWELL_RTX], ids=["H200", "B200", "RTX"])
-@pytest.mark.parametrize("implementation", ["pallas", None])
-def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implementation, gpu):
+def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(gpu):
     dy, x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGER)
-    places = jax.ShapeDtypeStruct(dy.shape, jnp.uint8)
+    arrays = dy, jax.ShapeDtypeStruct(dy.shape, jnp.uint8), x, w
     with targeting(gpu):
-        program = cuda_program(backward(implementation), dy, places, x, w)
+        program = cuda_program(backward("pallas"), *arrays)
+        of_pallas, of_none = (products_of(launching_program(backward(name), *arrays)) for name in ("pallas", None))
     assert ("wgmma" in program) == (gpu is HOPPER)
-    has_kernel = gpu is HOPPER and jax.__version_info__ >= MIN_JAX
+    has_kernel = gpu is HOPPER and IN_TF32
     assert program.count("custom_call @mosaic_gpu") == 1 + has_kernel
     assert ("dot_general" in program) != has_kernel
+    assert of_none == of_pallas
+
+
+def products_of(program):
+    return re.findall(r"@kernel\.(\w+)|(dot_general)", program)
 
 
 EXACT, ON_TENSOR_CORES, BAND = "backward_input(", "backward_input_tensor_cores(", "dot_general"
@@ -141,14 +148,34 @@ def test_the_input_gradient_of_lenet_is_the_fastest_of_three(batch, dtype, preci
     [("float32", "default"), ("float32", "highest"), ("bfloat16", "default"), ("float16", "highest")],
 )
 def test_only_hopper_has_a_forward_on_the_tensor_cores_but_for_exact_float32(implementation, dtype, precision, gpu):
+    program = _program_of_forward(launching_program, implementation, dtype, precision, gpu)
+    of_float32 = "_tf32" if IN_TF32 and precision == "default" else ""
+    of_hopper = of_float32 if dtype == "float32" else "_tensor_cores"
+    assert products_of(program) == [("conv2d_relu_max_pool2d" + of_hopper * (gpu is HOPPER), "")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "gpu", "wgmma"),
+    [
+        ("float32", "default", HOPPER, IN_TF32),
+        ("float32", "highest", HOPPER, False),
+        ("bfloat16", "default", HOPPER, True),
+        ("bfloat16", "default", BLACKWELL, False),
+    ],
+    ids=["TF32", "float32", "bfloat16", "B200"],
+)
+def test_each_forward_has_the_instructions_of_its_name(dtype, precision, gpu, wgmma):
+    program = _program_of_forward(cuda_program, "pallas", dtype, precision, gpu)
+    assert program.count("custom_call @mosaic_gpu") == 1
+    assert ("wgmma" in program) == wgmma
+
+
+def _program_of_forward(lowered, implementation, dtype, precision, gpu):
     _, x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in LARGE)
     options = dict(window=2, precision=precision, implementation=implementation)
     forward = functools.partial(conv2d_relu_max_pool2d, **options)
     with targeting(gpu):
-        program = cuda_program(lambda *arrays: jax.vjp(forward, *arrays)[0], x, w)
-    assert program.count("custom_call @mosaic_gpu") == 1
-    in_tf32 = precision == "default" and jax.__version_info__ >= MIN_JAX
-    assert ("wgmma" in program) == (gpu is HOPPER and (dtype != "float32" or in_tf32))
+        return lowered(lambda *arrays: jax.vjp(forward, *arrays)[0], x, w)
 
 
 @pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older versions have fewer kernels on the tensor cores")
