@@ -326,7 +326,7 @@ def launching_program(function, *arrays):
     register = functools.partial(mlir.register_lowering, launch._launch_p, platform="cuda")
     register(call)
     try:
-        return cuda_program(function, *arrays)
+        return cuda_program(lambda *arrays: function(*arrays), *arrays)  # JAX keeps the programs of a function
     finally:
         register(launch._lower_for_cuda)
 
