@@ -11,7 +11,8 @@ from jaxbp.logic.circuits.verilog import count_module, maximum_module
 @pytest.mark.parametrize("registers", [None, 1, 3])
 @pytest.mark.parametrize("table_inputs", [4, 6])
 def test_counts_of_all_sizes_are_the_numbers_of_ones(table_inputs, registers, tmp_path):
-    sizes, random = range(1, 131), np.random.default_rng(0)
+    # With registers, the sums are the same. These sizes have every number of digits and every latency up to 130 bits.
+    sizes, random = [*range(1, 67), *range(124, 131)] if registers else range(1, 131), np.random.default_rng(0)
     counts = [count_module(f"count{n}", n, registers, table_inputs) for n in sizes]
     latencies, clock = [latency for _, latency in counts], ".clock(clock), " if registers else ""
     # Byte n - 1 of y is the number of ones among the first n bits of x.
