@@ -51,7 +51,7 @@ from pallas_kernels.attention.tiles import MOST_CONSTANTS, Masks, Visits
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import multiply_registers, operand, remainder
-from pallas_kernels.core.mosaic import plgpu, semaphore_signal, semaphore_wait
+from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
@@ -156,13 +156,13 @@ def backward(
                     plgpu.barrier_arrive(dq_free.at[buffer])
                     return
                 added = semaphores.at[(row.batch * heads.queries + query_head) * query_tiles + tile]
-                semaphore_wait(added, rank)
+                plgpu.semaphore_wait(added, rank, decrement=False, memory_scope="gpu")
                 pl.when(rank == 0)(lambda: plgpu.copy_smem_to_gmem(part, out))
                 pl.when(rank > 0)(lambda: plgpu.copy_smem_to_gmem(part, out, reduction_op="add"))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(dq_free.at[buffer])
                 plgpu.wait_smem_to_gmem(0)
-                semaphore_signal(added)
+                plgpu.semaphore_signal(added, memory_scope="gpu")
 
             for_each(row, visit)
 

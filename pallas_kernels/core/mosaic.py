@@ -7,8 +7,6 @@ import importlib
 import types
 from typing import TYPE_CHECKING, Any
 
-from jax.experimental import pallas as pl
-
 if TYPE_CHECKING:
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,7 +21,7 @@ else:
     mgpu = _Module("jax.experimental.mosaic.gpu")
     plgpu = _Module("jax.experimental.pallas.mosaic_gpu")
 
-__all__ = ["mgpu", "plgpu", "query_ptxas_once", "semaphore_signal", "semaphore_wait"]
+__all__ = ["mgpu", "plgpu", "query_ptxas_once"]
 
 
 @functools.cache
@@ -33,19 +31,3 @@ def query_ptxas_once() -> None:
     with contextlib.suppress(ImportError, AttributeError):  # without JAX's plugin for CUDA, there is no version
         library = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array").mgpu_lib._mosaic_gpu_ext
         library._get_ptxas_isa_version = functools.cache(library._get_ptxas_isa_version)
-
-
-def semaphore_wait(semaphore: Any, value: Any) -> None:
-    """Wait until a semaphore in device memory has at least this value."""
-    if hasattr(plgpu, "semaphore_wait"):  # JAX 0.12
-        plgpu.semaphore_wait(semaphore, value, decrement=False, memory_scope="gpu")
-    else:
-        pl.semaphore_wait(semaphore, value, decrement=False)
-
-
-def semaphore_signal(semaphore: Any) -> None:
-    """Add 1 to a semaphore in device memory, after the memory operations of this warpgroup."""
-    if hasattr(plgpu, "semaphore_signal"):
-        plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
-    else:
-        pl.semaphore_signal(semaphore, 1)

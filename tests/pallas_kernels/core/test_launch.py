@@ -15,7 +15,7 @@ from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES
-from pallas_kernels.core.mosaic import query_ptxas_once, semaphore_signal, semaphore_wait
+from pallas_kernels.core.mosaic import query_ptxas_once
 from pallas_kernels.core.simulator import simulated
 
 ROOT = Path(__file__).parents[3]
@@ -119,8 +119,8 @@ def test_vmap_runs_the_kernel_on_every_example(axis):
 def test_vmap_launches_a_kernel_with_semaphores_once_per_example(in_axes):
     def add(x_ref, z_ref, y_ref, *, i, semaphores):
         if semaphores is not None:  # a second example would not find 0
-            semaphore_signal(semaphores.at[i])
-            semaphore_wait(semaphores.at[i], 1)
+            plgpu.semaphore_signal(semaphores.at[i])
+            plgpu.semaphore_wait(semaphores.at[i], 1)
         y_ref[i, FIRST] = x_ref[i, FIRST] + z_ref[i, FIRST]
 
     def added(x, z):
