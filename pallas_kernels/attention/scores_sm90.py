@@ -281,10 +281,10 @@ def row_visits(visits: Visits, batch: Any, row: Any) -> tuple[Any, Callable[[Any
     return visits.counts[example, row], visit
 
 
-def unknown_zero(tile: Any) -> Any:
-    """Return 0, which compilers do not know. With it in an index, they compute an address once per visit. They would
-    compute it once per row, and spill it."""
-    return lax.shift_right_logical(tile, np.int32(24))
+def unknown_zero(number: Any) -> Any:
+    """Return 0 for the index of a tile, or a number of visits below 2^29. Compilers do not know this 0. With it in an
+    index, they compute an address once per visit. They would compute it once per row, and spill it."""
+    return lax.shift_right_logical(number, np.int32(29))  # an index and its flags have 31 bits, see `Visits`
 
 
 def scores(products: Array, masks: Masks, tile: Tile, flags: Any, *, scale: float, softcap: float | None) -> Any:

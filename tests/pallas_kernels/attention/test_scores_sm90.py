@@ -19,6 +19,11 @@ from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 
 
+def test_the_unknown_zero_of_every_tile_and_of_many_visits_is_0():
+    tiles = np.array([0, 2**24, 2**29 - 1], np.int32)
+    assert (jax.jit(scores_sm90.unknown_zero)(tiles) == 0).all()
+
+
 def test_padding_is_masked():
     ones = jnp.ones((1, 3), jnp.int32)
     bias = jnp.arange(15.0).reshape(1, 1, 3, 5)
