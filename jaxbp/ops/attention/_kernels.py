@@ -27,10 +27,11 @@ _BIAS_DTYPES = (*_DTYPES, jnp.float32)
 LEAST_TILE = 64
 """The smallest side of a kernel's tile."""
 LEAST_ROWS = 1024
-LEAST_KEYS = 900
+LEAST_PAIRS = 900
 """One kernel of five products computes all gradients faster than two kernels of seven, if there are this many rows of
-tiles, and keys per query on average. On an H200, it was faster with 1,024 rows and 4,096 keys, and with 4,096 rows and
-960 keys, and slower with 512 rows and 2,048 keys, and with 4,096 rows and 512 keys."""
+tiles, and on average this many valid pairs per query and per key. On an H200, with as many queries as keys, it was
+faster with 1,024 rows and 4,096 pairs, and with 4,096 rows and 960 pairs, and slower with 512 rows and 2,048 pairs, and
+with 4,096 rows and 512 pairs. With few pairs per key, rows are short, and may wait for each other (not measured)."""
 
 
 def unsupported(q: Any, k: Any, v: Any, bias: Any, masks: Masks, *, scale: float, **options: Any) -> str | None:
@@ -131,8 +132,10 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **opti
 
 
 def _one_kernel_is_faster(q, k, v, masks, **options):
-    is_supported = backward.unsupported(q, k, v, masks=masks, **options) is None
-    return is_supported and row_count(q, k) >= LEAST_ROWS and mean_keys(masks) >= LEAST_KEYS
+    if backward.unsupported(q, k, v, masks=masks, **options) is not None:
+        return False
+    pairs = mean_keys(masks) * min(1, q.shape[1] / k.shape[1])
+    return row_count(q, k) >= LEAST_ROWS and pairs >= LEAST_PAIRS
 
 
 def _gradients_by_formula(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **options):

@@ -101,16 +101,26 @@ def test_on_cuda_kernels_compute_the_results_and_gradients(features, value_featu
 def test_one_kernel_computes_the_gradients_of_many_long_rows(
     batch, length, key_heads, options, one_kernel, packed, on_hopper
 ):
+    sizes = [(key_heads, 16 // key_heads + 2)] if packed else [(16,), (key_heads,), (key_heads,)]
+    arrays = [jax.ShapeDtypeStruct((batch, length, *heads, 64), "bfloat16") for heads in sizes]
+    assert kernels_of_gradients(*arrays, **options) == ([1, 0, 0] if one_kernel else [0, 1, 1])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(128, 8192), (8192, 128)])
+def test_two_kernels_compute_the_gradients_of_short_rows(queries, keys, on_hopper):
+    q, k = (jax.ShapeDtypeStruct((64, length, 16, 64), "bfloat16") for length in (queries, keys))
+    assert kernels_of_gradients(q, k, k) == [0, 1, 1]
+
+
+def kernels_of_gradients(*arrays, **options):
+    """Return how many kernels compute all gradients, the gradient of queries, and the gradients of keys and values."""
+
     def gradients(*qkv):
         y, vjp = jax.vjp(functools.partial(dot_product_attention, **options, implementation="pallas"), *qkv)
         return vjp(y)
 
-    sizes = [(key_heads, 16 // key_heads + 2)] if packed else [(16,), (key_heads,), (key_heads,)]
-    arrays = [jax.ShapeDtypeStruct((batch, length, *heads, 64), "bfloat16") for heads in sizes]
     program = cuda_program(gradients, *arrays)
-    names = "backward", "backward_queries", "backward_keys"
-    found = [program.count(f"attention_{name}_mosaic_gpu") for name in names]
-    assert found == ([1, 0, 0] if one_kernel else [0, 1, 1])
+    return [program.count(f"attention_{name}_mosaic_gpu") for name in ("backward", "backward_queries", "backward_keys")]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
