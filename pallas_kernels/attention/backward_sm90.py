@@ -82,6 +82,8 @@ def _plan(q, k, v, do=None, lse=None, delta=None, masks=None, visits=None, *, sc
         return "masks that are only known when the program runs"
     if device.gpu() is None:  # a program that is exported may run on a GPU with fewer multiprocessors
         return "a GPU that is not present, because all CTAs must run at once"
+    if simulating() is not None and device.gpu().multiprocessors > 1:  # CTAs would not add in the order of the rows
+        return "several CTAs in the simulator, which has no semaphores"
     if row_count(q, k) > MOST_CONSTANTS:
         return f"{row_count(q, k)} rows of tiles, at most {MOST_CONSTANTS}"
     return Config(queries=64 if q.shape[-1] == 128 else 128)
@@ -151,7 +153,7 @@ def backward(
                 rank = ranks[row.batch if ranks.shape[0] > 1 else 0, row.index, i]
                 plgpu.barrier_wait(dq_ready.at[buffer])
                 out, part = dq.at[row.batch, pl.ds(tile * queries, queries), query_head], dq_buffers.at[buffer]
-                if semaphores is None:  # the simulator computes one row after another
+                if semaphores is None:  # the simulator's only CTA computes one row after another
                     out[...] = jnp.where(rank == 0, 0, out[...]) + part[...]
                     plgpu.barrier_arrive(dq_free.at[buffer])
                     return

@@ -90,6 +90,13 @@ def test_without_a_gpu_the_number_of_ctas_that_run_at_once_is_not_known():
         assert backward.unsupported(q, k, v, masks=masks, scale=0.1).startswith("a GPU that is not present")
 
 
+def test_several_ctas_in_the_simulator_are_refused_because_it_has_no_semaphores(on_hopper):
+    q, k, v, _ = structs(64)
+    masks = Masks(known=Known(after=0)).with_intervals(q.shape[1], k.shape[1], np)
+    with simulated():
+        assert backward.unsupported(q, k, v, masks=masks, scale=0.1).startswith("several CTAs in the simulator")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("options", [{}, dict(is_causal=True), dict(window=(300, 20), heads=2)], ids=str)
