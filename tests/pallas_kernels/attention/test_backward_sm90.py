@@ -15,6 +15,8 @@ from pallas_kernels.core.simulator import simulated
 SIMULATED = {
     "causal": CASES["causal"],
     "mask, bias": CASES["mask, bias"],
+    "rows of keys without a query": dict(queries=140, keys=400, is_causal=True),
+    "tiles of queries without a key": dict(queries=400, keys=140, window=(20, 0)),
     "window, grouped heads, softcap, bfloat16": dict(
         batch=2, queries=200, keys=140, heads=2, head=128, window=(20, 5), softcap=2.0, dtype="bfloat16", atol=3e-2
     ),

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention import can_simulate
+from attention import FEW_CTAS, can_simulate
 from helpers import cuda_program, in_float64, normal, on_the_cpu, poison_memory, relative_error
 
 from jaxbp import dot_product_attention
+from jaxbp.ops.attention import _kernels
 from pallas_kernels.attention.scores_sm90 import HEADS
 from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
@@ -49,6 +50,23 @@ def test_the_simulator_finds_the_results_and_gradients_of_the_kernels_right(feat
     assert [a.dtype for a in found] == [dtype, "float32", *[dtype] * 4]
     for a, wanted in zip(found, expected, strict=True):
         assert relative_error(a, wanted) <= (1e-2 if dtype == "bfloat16" else 1e-3)
+
+
+@can_simulate
+@pytest.mark.parametrize(
+    "shapes", [[(1, 140, 2, 96), (1, 150, 1, 96), (1, 150, 1, 64)], [(2, 140, 2, 4, 64)]], ids=["features", "packed"]
+)
+def test_the_simulator_finds_the_gradients_of_one_kernel_right(shapes, monkeypatch):
+    for least in ("LEAST_ROWS", "LEAST_PAIRS"):
+        monkeypatch.setattr(_kernels, least, 0)
+    for other in ("backward_queries", "backward_keys"):
+        monkeypatch.delattr(_kernels, other)
+    arrays = [a.astype("float16") for a in normal(*shapes)]
+    gradients = functools.partial(value_and_gradients, wanted=len(shapes), is_causal=True)
+    expected = in_float64(gradients("autodiff"), *arrays)
+    with on_the_cpu(), targeting(FEW_CTAS), simulated():
+        found = jax.block_until_ready(gradients("pallas")(*arrays))
+    assert all(relative_error(*pair) <= 1e-3 for pair in zip(found, expected, strict=True))
 
 
 @can_simulate
