@@ -2,19 +2,20 @@
 
     pᵀ = exp(sᵀ - lse)    dv = Σ pᵀ do    dsᵀ = pᵀ (v doᵀ - delta)    dk = scale Σ dsᵀ q    dq = scale Σ ds k
 
-A CTA computes rows of tiles: 128 keys of a key head, and tiles of 64 queries. Each of two consumer warpgroups owns 64
-keys, and keeps the sums of dk and dv in registers. Both write dsᵀ to shared memory, and each computes half of the
-features of the tile's part of dq. A writer warpgroup adds this part to dq in device memory, in float32.
+A CTA computes rows of tiles: 128 keys of a key head, and tiles of 64 queries, or 128 for heads of 64. Each of two
+consumer warpgroups owns 64 keys, and keeps the sums of dk and dv in registers. Both write dsᵀ to shared memory, and
+each computes half of the tile's part of dq. A writer warpgroup adds this part to dq in device memory, in float32.
 
 **Order of the sums.** A semaphore per tile of dq counts the rows that were added. A row's part waits until the
-semaphore has reached its rank: how many rows that are computed before it visit the tile. So dq has the same bits on
-every run.
+semaphore has reached the row's rank: the number of rows before it in the order that visit the tile. So dq has the same
+bits on every run. XLA sets the semaphores to 0 before each launch, also in loops and CUDA graphs.
 
 **The kernel cannot hang.** A row waits only for earlier rows of the order. Each CTA computes its rows in this order,
-and all CTAs run at once: there are at most as many as multiprocessors, and XLA runs one kernel after another. Assume
-that some rows never end, and take the first of them. All rows before it end, so its CTA reaches it, and no part of it
-waits forever: it ends. Two such kernels in concurrent streams could hang, if each kept CTAs of the other from starting,
-and so could a program that is exported on one GPU and runs on another with fewer multiprocessors.
+and all CTAs start, because there are at most as many as multiprocessors, and other kernels end. Assume that some rows
+never end, and take the first of them. All rows before it end, so its CTA reaches it, and no part of it waits forever.
+So it ends, too. XLA runs one kernel after another by default. Two such kernels in concurrent streams could hang, if
+each kept CTAs of the other from starting, and so could a program that is exported on one GPU and runs on another with
+fewer multiprocessors.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""What the kernels of attention share whose CTAs own tiles of keys. A row of tiles has the queries that attend to these
-keys, one query head of the group after another."""
+"""Shared parts of the attention kernels whose CTAs own tiles of keys. A row of tiles has the queries that attend to
+these keys, one query head of the group after another."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

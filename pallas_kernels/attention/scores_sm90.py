@@ -162,13 +162,13 @@ class Row(NamedTuple):
 class Rows(NamedTuple):
     """The order in which CTAs compute the rows of tiles of all heads.
 
-    The rows of `width` heads follow each other, so that concurrent CTAs share keys and values in the L2 cache. Among
-    them, the longest rows of a causal mask come first.
+    The rows of `width` heads follow each other, so that concurrent CTAs share keys and values in the L2 cache.
 
     Attributes:
       shape: numbers of examples, heads, and rows of tiles per head.
       width: a divisor of the number of all heads.
-      last_first: whether the last row of a causal mask is the longest.
+      last_first: whether the rows of a head are computed from the last to the first, for example because the last row
+        of a causal mask is the longest.
       schedule: int32 `(CTAs, 2 + most rows, 2)`. For each CTA, first the number of its rows, and then for each row its
         position in this order and its number of tiles. If it is None, each CTA computes one row.
     """

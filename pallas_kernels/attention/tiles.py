@@ -20,8 +20,9 @@ MOST_CONSTANTS = 2**20
 
 
 FEW_KEYS = 2048
-"""Up to this number of keys per query, a CTA of the backward that computes several rows of tiles gains more by loading
-the next row early than it loses by spilling registers."""
+"""Up to this number of keys per query, the CTAs of the two backward kernels for heads of 128 compute several rows of
+tiles, and load the next row early. With more keys, this was slower when the loop over rows spilled 48 bytes or more
+per thread, and was not measured since."""
 
 COMPARE_SEGMENTS = 3
 """The flags of a tile whose pairs may have different segments. Smaller flags: see `tiles_with_pairs`."""
