@@ -233,6 +233,7 @@ def test_a_gradient_seldom_moves_between_files(name):
 
 TESTED_ELSEWHERE = {
     # A part of a kernel, op, pair, or check is tested through it.
+    "pallas_kernels/attention/rows_of_keys_sm90",
     "pallas_kernels/core/mosaic",
     "pallas_kernels/dense/mlp_weighed_gradients_sm90",
     "pallas_kernels/dense/products_sm90",
