@@ -123,9 +123,9 @@ def backward(
     scale: float,
     softcap: float | None = None,
     config: Config,
-) -> tuple[Array, Array, Array]:
-    """Return dq `(batch, queries, heads, dimension)`, dk, and dv, for masks that are known when JAX traces the program.
-    The arguments are those of `backward_keys_sm90.backward_keys`."""
+) -> tuple[Array, Array | None, Array | None]:
+    """Return dq `(batch, queries, heads, dimension)`, dk, and dv, or if q is packed, its gradient and twice None. The
+    masks are known when JAX traces the program. The arguments are those of `backward_keys_sm90.backward_keys`."""
     queries_length, keys, head = q.shape[1], k.shape[1], k.shape[-1]
     heads = Heads.of(q, k)
     group = heads.group
@@ -233,12 +233,13 @@ def backward(
             # The other consumer may still read the keys: its last product has all of them.
             plgpu.barrier_arrive(rows_ended)
             plgpu.barrier_wait(rows_ended)
-            for total, tile, out in ((dk_sums * scale, k_tile, dk), (dv_sums, v_tile, dv)):
+            outputs = (dk_sums * scale, k_tile, dk, heads.key), (dv_sums, v_tile, dk if dv is None else dv, heads.value)
+            for total, tile, out, index in outputs:
                 block = tile.at[0, own]
                 block[...] = total.astype(block.dtype)
                 plgpu.commit_smem()
                 keys = pl.ds(row.index * rows + warpgroup * ROWS, ROWS)
-                plgpu.copy_smem_to_gmem(block, out.at[row.batch, keys, row.head])
+                plgpu.copy_smem_to_gmem(block, out.at[row.batch, keys, index(row.head)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             kv_ring.release(row.number)
 
@@ -250,8 +251,9 @@ def backward(
 
     own, read = heads.shape(k, heads.keys), heads.shape(q, heads.queries)
     order = rows_of(own, read, tiles, visits, last_first=True, persistent=True)
+    shape = k.shape
     q, k, v, do = heads.flat(q, k, v, do)
-    result = heads.shape(k, heads.keys)
+    results = (heads.shape(k, k.shape[2]), None) if heads.packed else (heads.shape(k, heads.keys),) * 2
     buffers, barriers = memory(q, k, config.tile, _BUFFERS, 1, _CONSUMERS)
     sums = jax.ShapeDtypeStruct((q.shape[0], query_tiles * queries, heads.queries, head), jnp.float32)
     dq, dk, dv = launch(
@@ -265,7 +267,7 @@ def backward(
         visits,
         ranks(visits),
         order.schedule,
-        out=(sums, result, result),
+        out=(sums, *results),
         grid={"program": order.programs},
         warpgroups=_CONSUMERS + 2,
         scratch=[
@@ -288,4 +290,8 @@ def backward(
     if not visited.all():
         of_queries = visited.repeat(queries, axis=1)[:, :queries_length, None, None]
         dq = jnp.where(of_queries, dq, 0)
-    return dq.astype(q.dtype), dk[:, :keys], dv[:, :keys]
+    dq, dk = dq.astype(q.dtype), dk[:, :keys]
+    if not heads.packed:
+        return dq, dk, dv[:, :keys]
+    # XLA writes dq in place.
+    return dk.reshape(shape).at[:, :, :, :group].set(dq.reshape(*shape[:3], group, head)), None, None

@@ -115,14 +115,13 @@ def _gradients(dy, dlogsumexp, q, k, v, bias, masks, y, error, logsumexp, **opti
         visits = visited_tiles(of_kernels, k.shape[1], config.tile)[side]
         return kernel(*qkv, *statistics, visits, *others, config=config, **options)
 
-    one_kernel = _one_kernel_is_faster(*qkv, of_kernels, **options)
-    if is_packed and not one_kernel and backward_queries.plan(*qkv, **options).copies_gradients:
-        found = run(backward_queries, 0, run(backward_keys, 1))[..., : q.shape[-1]], None, None
+    if _one_kernel_is_faster(*qkv, of_kernels, **options):
+        padded = run(backward, 1)
+    elif is_packed and backward_queries.plan(*qkv, **options).copies_gradients:
+        padded = run(backward_queries, 0, run(backward_keys, 1)), None, None
     else:
-        padded = run(backward, 1) if one_kernel else (run(backward_queries, 0), *run(backward_keys, 1))
-        found = as_given(
-            None if is_packed else k, *(a[..., : like.shape[-1]] for a, like in zip(padded, (q, k, v), strict=True))
-        )
+        padded = as_given(None if is_packed else k, run(backward_queries, 0), *run(backward_keys, 1))
+    found = [None if a is None else a[..., : like.shape[-1]] for a, like in zip(padded, (q, k, v), strict=True)]
     if bias is None:
         return *found, None
     if is_packed:
