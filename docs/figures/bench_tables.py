@@ -67,7 +67,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 def masks(reports: Reports) -> str:
     """Return a table of the times of attention with masks, and of the times per tile of scores with a valid pair. The
-    masks are those of the shape that also has a row without a mask."""
+    shape is the first one with a row without a mask."""
     timed = [(title, row) for title, group in works_of(all_rows(reports)) if (row := library(group))]
     (shape, full), *_ = [(row["place"], time(row)) for _, row in timed if row["share_of_tiles"] == 1]
     timed = [(title, row) for title, row in timed if row["place"].split(" ")[0] == shape]

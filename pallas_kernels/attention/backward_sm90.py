@@ -125,7 +125,7 @@ def backward(
     config: Config,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return dq `(batch, queries, heads, dimension)`, dk, and dv, or if q is packed, its gradient and twice None. The
-    masks are known when JAX traces the program. The arguments are those of `backward_keys_sm90.backward_keys`."""
+    masks are known when JAX traces the program. The arguments are as in `backward_keys_sm90.backward_keys`."""
     queries_length, keys, head = q.shape[1], k.shape[1], k.shape[-1]
     heads = Heads.of(q, k)
     group = heads.group
