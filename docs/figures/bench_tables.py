@@ -49,10 +49,11 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
-def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
+def works(reports: Reports, columns: str = "speedup,peer,floor", time: str = "microseconds") -> str:
     """Return a table of the times of each implementation and peer, and of `columns`, keys of `COLUMNS`. Leave out
-    workloads without a row of jaxbp."""
-    groups = [(title, group) for title, group in works_of(all_rows(reports)) if not group.keys().isdisjoint(PREFERRED)]
+    workloads without a row of jaxbp. `time` is the field of a row with its time."""
+    rows = [row | {"microseconds": row[time]} for row in all_rows(reports)]
+    groups = [(title, group) for title, group in works_of(rows) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -139,7 +140,10 @@ def dtypes(reports: Reports) -> str:
         step_of(row): (name, row)
         for name, report in load("*").items()
         for row in rows_of(report)
-        if row.get("dtype") == "float32" and row.get("precision") == "default" and time(row)
+        if row.get("dtype") == "float32"
+        and row.get("precision") == "default"
+        and time(row)
+        and not row["work"].endswith(" in one graph")
     }
     lines, files = [], {}
     for row in all_rows(reports):

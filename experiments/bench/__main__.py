@@ -71,6 +71,10 @@ class BenchConfig:
     """Also time peers, which are other libraries such as PyTorch and cuDNN. Without names, all installed peers."""
     peer_variants: VariantChoice = "best"
     """Variants of each peer to time: `best`, the fastest, or `all`, also eager and in both precisions."""
+    bursts: bool = False
+    """Also time bursts of a few calls after a rest, when the GPU is cool."""
+    one_graph: bool = False
+    """Let XLA put all steps of a timed training program in one CUDA graph, whose launches may overlap."""
     compile_seconds: bool = False
     """Also time compilation. Programs are then compiled one after the other."""
     time_limit: float | None = None
@@ -107,6 +111,8 @@ def _report(config: BenchConfig, command: str) -> dict[str, Any]:
     started = time.monotonic()
     check(config)
     workloads = selected(config.cases, config.batch_last, config.forward)
+    if config.one_graph and (ops := [workload.title for workload in workloads if workload.steps is None]):
+        raise UserError(f"--one-graph is given with {ops[0]}; wants only training steps")
     if config.peers is not None:
         # Set before JAX starts, so that it leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -150,8 +156,10 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     def settings(dtype, precision):
         label = f" in {dtype}" if len(config.dtype) > 1 else ""
         label += f" at {precision} precision" if len(config.precision) > 1 else ""
+        label += " in one graph" if config.one_graph else ""
         options = config.seconds, config.compile_seconds, rates[dtype], times_only, label
-        return Settings(implementations, peers, config.peer_variants, dtype, precision, *options)
+        last = config.bursts, config.one_graph
+        return Settings(implementations, peers, config.peer_variants, dtype, precision, *options, *last)
 
     every = [settings(*each) for each in itertools.product(config.dtype, config.precision)]
     batches = {workload: workload.batches[0 if on_gpu else 1] for workload in workloads}

@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.workloads import Workload
+from jaxbp.verify import timing
 from jaxbp.verify.arguments import is_float
 from jaxbp.verify.derivatives import float64
-from jaxbp.verify.timing import device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
@@ -27,6 +27,7 @@ NOTHING = 1e-12
 MEASURED = (
     "microseconds",
     "round_microseconds",
+    "burst_microseconds",
     "host_waited",
     "temporary_bytes",
     "peak_bytes",
@@ -36,6 +37,13 @@ MEASURED = (
     "failed",
 )
 MOST_THREADS = 16
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_command_buffer_unroll_loops": True,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+"""Options of XLA: one CUDA graph holds all steps of a scan, and launches overlap if none needs the results of the
+other."""
 MOST_REFERENCE_BYTES = 48 * 2**30
 """A float64 reference that needs more memory than this is not computed."""
 
@@ -57,9 +65,12 @@ class Compiler:
     def __exit__(self, *exception) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, function: Callable, *arguments: Any, timed: bool = False) -> Future:
+    def submit(
+        self, function: Callable, *arguments: Any, timed: bool = False, options: Mapping[str, Any] | None = None
+    ) -> Future:
         """Compile a program in a thread. Rows whose programs are equal share one executable, because XLA may choose
-        other algorithms each time that it compiles a program. Submit programs that will be `timed` first."""
+        other algorithms each time that it compiles a program. Submit programs that will be `timed` first. `options` are
+        options of XLA."""
         try:
             # Tracing and lowering depend on this thread's settings of JAX.
             lowered = jax.jit(function).lower(*arguments)
@@ -67,9 +78,9 @@ class Compiler:
             future = Future()
             future.set_exception(error)
             return future
-        text = lowered.as_text()
+        text = lowered.as_text(), str(options)
         if text not in self._futures:
-            self._futures[text] = self._pool.submit(_compile_after, tuple(self._timed), lowered)
+            self._futures[text] = self._pool.submit(_compile_after, tuple(self._timed), lowered, options)
             self._timed += [self._futures[text]] * (timed and not self._quick)
         return self._futures[text]
 
@@ -79,9 +90,9 @@ class Compiler:
         self._timed.clear()
 
 
-def _compile_after(programs, lowered):
+def _compile_after(programs, lowered, options):
     wait(programs)
-    return lowered.compile()
+    return lowered.compile(compiler_options=options)
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -92,10 +103,11 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def time_compiled(
-    compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False
+    compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False, bursts: bool = False
 ) -> dict[str, Any]:
-    timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
-    return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
+    in_bursts = timing.burst_seconds(lambda count: timing.run(compiled, (arguments,), count)[0]) if bursts else None
+    timed = timing.device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
+    return microseconds(timed.rounds, calls, in_bursts) | {"host_waited": timed.host_waited}
 
 
 def settling_seconds(quick: bool = False) -> float:
@@ -104,9 +116,14 @@ def settling_seconds(quick: bool = False) -> float:
     return QUICK_SETTLING_SECONDS if quick else SETTLING_SECONDS
 
 
-def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
+def microseconds(round_seconds: Sequence[float], calls: int, burst: float | None = None) -> dict[str, Any]:
     rounds = [seconds / calls * 1e6 for seconds in round_seconds]
-    return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
+    in_bursts = None if burst is None else burst / calls * 1e6
+    return {
+        "microseconds": statistics.median(rounds),
+        "round_microseconds": rounds,
+        "burst_microseconds": in_bursts,
+    }
 
 
 class Accuracy:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.measure import Accuracy, Compiler, attempt, error_of, time_compiled
+from experiments.bench.measure import ONE_GRAPH, Accuracy, Compiler, attempt, error_of, time_compiled
 from experiments.bench.peers import Task, VariantChoice, is_asked_for
 from experiments.bench.roofline import Cost, cost, has_launch, nominal_operations, roofline_seconds
 from experiments.bench.workloads import Workload, implementation
@@ -47,6 +47,8 @@ class Settings(NamedTuple):
       rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
       label: a suffix for the workload's title: the dtype and precision, if the run has several.
+      bursts: whether to time rows in bursts, too.
+      one_graph: whether XLA puts all training steps of a timed program in one CUDA graph.
     """
 
     implementations: Sequence[str]
@@ -59,6 +61,8 @@ class Settings(NamedTuple):
     rates: Mapping[str, Any]
     times_only: bool = False
     label: str = ""
+    bursts: bool = False
+    one_graph: bool = False
 
 
 class Case:
@@ -119,7 +123,9 @@ class Case:
                 self._compiled[name] = compile_program(function, self._structs)
         update = "autodiff" if name in self.workload.baselines else implementation(name)
         chain = self.workload.chain(function, self.calls, update)
-        self._programs[name, "chain"] = compiler.submit(chain, (self._structs,) * self._sets, timed=True)
+        options = ONE_GRAPH if self.settings.one_graph else None
+        arguments = (self._structs,) * self._sets
+        self._programs[name, "chain"] = compiler.submit(chain, arguments, timed=True, options=options)
         return True
 
     def submit_others(self, name: str, compiler: Compiler, accuracy: Accuracy | None) -> None:
@@ -204,7 +210,8 @@ class Case:
         compiled, compile_seconds = self._compiled.pop(name, (None, None))
         chain = self._programs.pop((name, "chain")).result()
         settings = self.settings
-        measured = time_compiled(chain, arguments, self.calls, settings.seconds, settings.times_only)
+        how = settings.seconds, settings.times_only, settings.bursts
+        measured = time_compiled(chain, arguments, self.calls, *how)
         measured["compile_seconds"] = compile_seconds
         if settings.times_only:
             return measured
@@ -219,6 +226,7 @@ class Case:
     def _task(self, sets, small) -> Task:
         config, products = self.settings, bool(self.settings.peers) and self.cost.operations > 0
         rest = (config.dtype, config.precision, products, config.seconds, config.variants, self.workload.forward)
+        rest = *rest, config.bursts
         return Task(self.workload.op, self.workload.options, sets, small, self.calls if sets else 0, *rest)
 
     def _variants(self, task):

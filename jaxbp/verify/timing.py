@@ -11,6 +11,7 @@ IN_FLIGHT = 8
 """Queued calls: enough to keep the device busy, few enough for memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
 """Seconds per block in `settle`, and the relative difference at which it ends (docs/lab/2026-11-24-dense.md)."""
+_BURSTS, _BURST_SECONDS, _REST_SECONDS = 3, 0.02, 0.3
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -39,10 +40,10 @@ def device_seconds(
         jax.block_until_ready(program(*arguments))
         once = time.perf_counter() - start
     calls = max(2, min(2000, int(seconds / once)))
-    settle(lambda calls: _run(program, arguments, calls)[0], once, settling)
+    settle(lambda calls: run(program, arguments, calls)[0], once, settling)
     times, shares = [], []
     for _ in range(rounds):
-        elapsed, waited = _run(program, arguments, calls)
+        elapsed, waited = run(program, arguments, calls)
         times.append(elapsed / calls)
         shares.append(waited / elapsed)
     return Timed(statistics.median(times), statistics.median(shares), tuple(times))
@@ -62,7 +63,21 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
         spent, last = spent + seconds, seconds
 
 
-def _run(program, arguments, calls):
+def burst_seconds(run: Callable[[int], float]) -> float:
+    """Return the median seconds per call of short bursts after rests, when the GPU is cool and its clock is high.
+
+    `run(calls)` makes this number of calls and returns the seconds. A burst has at least three calls.
+    """
+    once = [run(1) for _ in range(3)][-1]
+    calls, seconds = max(3, round(_BURST_SECONDS / once)), []
+    for _ in range(_BURSTS):
+        time.sleep(_REST_SECONDS)
+        seconds.append(run(calls) / calls)
+    return statistics.median(seconds)
+
+
+def run(program: Callable, arguments: tuple, calls: int) -> tuple[float, float]:
+    """Return the seconds of `calls` calls, and those in which the host waits."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -23,6 +23,7 @@ class Task:
       calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.
       forward: whether an op is timed without its gradients.
+      bursts: whether the program is timed in bursts, too.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Task:
     seconds: float
     choice: VariantChoice
     forward: bool = False
+    bursts: bool = False
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]

@@ -29,7 +29,7 @@ def _measured(task, options):
     function = workload.function(_published, task.dtype)
     program = jax.jit(workload.chain(function, task.calls), compiler_options=options)
     compiled = program.lower(task.sets).compile()
-    timed = time_compiled(compiled, task.sets, task.calls, task.seconds)
+    timed = time_compiled(compiled, task.sets, task.calls, task.seconds, bursts=task.bursts)
     call = jax.jit(function, compiler_options=options).lower(*task.sets[0]).compile()
     memory = {"temporary_bytes": call.memory_analysis().temp_size_in_bytes}
     return timed | memory | {"results": floats(call(*task.small))}

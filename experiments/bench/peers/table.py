@@ -166,7 +166,7 @@ def on_jax(package: str, forwards: Mapping[str, Mapping[str, Callable]], **compi
         function = forward_only(op) if task.forward else forward_and_backward(op)
         sets = tuple(task.sets)
         program = jax.jit(one_after_another(function, task.calls)).lower(sets).compile(compiler_options)
-        timed = time_compiled(program, sets, task.calls, task.seconds)
+        timed = time_compiled(program, sets, task.calls, task.seconds, bursts=task.bursts)
         small = jax.jit(function).lower(*task.small).compile(compiler_options)
         return timed | {"results": floats(small(*task.small))}
 

@@ -23,7 +23,7 @@ from experiments.bench.measure import ROUNDS, microseconds, settling_seconds
 from experiments.bench.peers import Task, Variant
 from experiments.bench.peers.torch_gpt import TorchGPT
 from experiments.bench.workloads import document_offsets
-from jaxbp.verify.timing import settle
+from jaxbp.verify.timing import burst_seconds, settle
 
 VERSION = torch.__version__
 EPS = 1e-5  # the default of jaxbp's norms
@@ -95,7 +95,8 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
         program = lambda: [call(i) for i in range(task.calls)]  # noqa: E731
         if mode.endswith("CUDA graph"):
             program = _captured(program)
-        return measured | microseconds(_seconds(program, task.seconds), task.calls)
+        rounds, in_bursts = _seconds(program, task.seconds, task.bursts)
+        return measured | microseconds(rounds, task.calls, in_bursts)
     finally:
         call = results = program = None
         torch.compiler.reset()
@@ -469,12 +470,16 @@ def _captured(program: Callable) -> Callable:
     return graph.replay
 
 
-def _seconds(program: Callable, seconds: float) -> list[float]:
+def _seconds(program: Callable, seconds: float, bursts: bool) -> tuple[list[float], float | None]:
+    def run(calls):
+        return _time(program, calls) * calls
+
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
-    settle(lambda calls: _time(program, calls) * calls, once, settling_seconds())
-    return [_time(program, repeats) for _ in range(ROUNDS)]
+    in_bursts = burst_seconds(run) if bursts else None
+    settle(run, once, settling_seconds())
+    return [_time(program, repeats) for _ in range(ROUNDS)], in_bursts
 
 
 def _time(program: Callable, repeats: int) -> float:

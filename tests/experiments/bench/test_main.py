@@ -143,6 +143,7 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
         (["xyz"], "unknown case xyz; wants all, ops, or names among lenet, conv2d,"),
         (["rleu"], "unknown case rleu; did you mean relu"),
         (["relu", "--batch", "0"], "--batch is 0; wants at least 1"),
+        (["lenet", "relu", "--one-graph"], "--one-graph is given with relu fwd+bwd relu1; wants only training steps"),
         (["relu", "--batch-last", "--peers"], "--batch-last is given with --peers; wants only one"),
         (
             ["lenet", "logic", "--batch-last"],

@@ -1,3 +1,4 @@
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from experiments.bench.rows import Case, Settings, measured_rows
 from jaxbp.verify import timing
 
 
-def test_time_includes_the_whole_program(monkeypatch):
+@pytest.mark.parametrize("bursts", [False, True])
+def test_time_includes_the_whole_program(bursts, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -21,9 +23,11 @@ def test_time_includes_the_whole_program(monkeypatch):
         now[0] += 0.005
         return jnp.zeros(())
 
-    timed = measure.time_compiled(program, (), calls=1, seconds=0.02)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None, raising=False)
+    timed = measure.time_compiled(program, (), calls=1, seconds=0.02, bursts=bursts)
     assert timed["microseconds"] == pytest.approx(5000)
     assert timed["round_microseconds"] == pytest.approx([5000] * measure.ROUNDS)
+    assert timed["burst_microseconds"] == (pytest.approx(5000) if bursts else None)
     assert timed["host_waited"] == 0
 
 
@@ -58,7 +62,7 @@ def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
 def test_timed_programs_are_compiled_one_at_a_time_before_others_unless_the_run_is_quick(quick, monkeypatch):
     events, together = [], threading.Barrier(3 if quick else 1)
 
-    def compiled(lowered):
+    def compiled(lowered, compiler_options):
         events.append(f"{lowered.args_info[0][0].shape} begins")
         together.wait(timeout=60)
         time.sleep(0.1)
@@ -72,6 +76,21 @@ def test_timed_programs_are_compiled_one_at_a_time_before_others_unless_the_run_
         assert [future.result() for future in futures] == [None] * 3
     if not quick:
         assert events == [f"({n},) {event}" for n in (1, 2, 3) for event in ("begins", "ends")]
+
+
+def test_one_graph_is_for_the_steps_of_each_implementation(workload_at, monkeypatch):
+    given, compile = [], jax.stages.Lowered.compile
+    record = lambda lowered, compiler_options: given.append(compiler_options) or compile(lowered, compiler_options)  # noqa: E731
+    monkeypatch.setattr(jax.stages.Lowered, "compile", record)
+    names, workload = ["xla", "autodiff"], dataclasses.replace(workload_at("linear", "fc3"), steps=2)
+    for one_graph in (False, True):
+        settings = Settings(names, {}, "best", "float32", "default", 1e-3, False, {}, one_graph=one_graph)
+        case = Case(workload, 2, settings)
+        with Compiler() as compiler:
+            for name in names:
+                case.submit(name, compiler)
+            compiler.wait()
+    assert given == [None] * 2 + [measure.ONE_GRAPH] * 2
 
 
 def test_equal_programs_share_one_executable(workload_at):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxbp.verify import timing
-from jaxbp.verify.timing import compile_program, device_seconds, settle
+from jaxbp.verify.timing import burst_seconds, compile_program, device_seconds, settle
 
 
 def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
@@ -48,6 +48,19 @@ def test_it_settles_until_two_blocks_take_equally_long(blocks, most, ran):
     left = list(blocks)
     settle(lambda calls: left.pop(0) if calls == 1 else 0.0, once=1.0, most=most)
     assert len(blocks) - len(left) == ran
+
+
+@pytest.mark.parametrize(("once", "calls"), [(0.001, 20), (0.015, 3)])
+def test_a_burst_is_short_and_follows_a_rest(once, calls, monkeypatch):
+    events = []
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(sleep=events.append))
+
+    def run(count):
+        events.append(f"{count} calls")
+        return count * once * (2 if len(events) == 5 else 1)
+
+    assert burst_seconds(run) == pytest.approx(once)
+    assert events == ["1 calls"] * 3 + [0.3, f"{calls} calls"] * 3
 
 
 def test_a_compiled_program_comes_with_its_seconds():

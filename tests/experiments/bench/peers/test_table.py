@@ -94,7 +94,7 @@ def test_fa4_gets_the_masks_of_ours(monkeypatch, masks, is_causal):
     library = types.SimpleNamespace(flash_attn=_flash_attn, flash_attn_varlen=_flash_attn_varlen)
     monkeypatch.setitem(sys.modules, "fa4_jax", library)
     monkeypatch.setattr(table.metadata, "version", lambda package: "0")
-    monkeypatch.setattr(table, "time_compiled", lambda *_: {})
+    monkeypatch.setattr(table, "time_compiled", lambda *_, **__: {})
     length = 1800
     q, *kv = (jax.random.normal(jax.random.key(i), (2, length, heads, 8)) for i, heads in enumerate((2, 1, 1)))
     ids = jax.numpy.asarray(document_ids(2, length), "int32")
