@@ -51,6 +51,8 @@ class Routing(NamedTuple):
         of all tokens, and P_e is its mean probability. The loss is 1 if s and P are uniform. s_e has no gradient.
       z_loss: the mean over the tokens of `logsumexp(logits)²`.
 
+    Both losses of an empty batch are 0.
+
     Sources: W. Fedus et al., "Switch transformers", JMLR 2022; B. Zoph et al., "ST-MoE", 2022 (z-loss).
     """
 
@@ -190,9 +192,10 @@ class MixtureOfExperts(nnx.Module):
         weights = jnp.sum(jnp.where(is_selected, probabilities[:, None], 0.0), axis=-1)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        shares = jnp.mean(is_selected, axis=(0, 1), dtype=probabilities.dtype)
-        balance = self.experts * jnp.sum(shares * jnp.mean(probabilities, axis=0))
-        return Routing(experts, weights, balance, jnp.mean(logsumexp(logits, axis=-1, **options) ** 2))
+        tokens = max(x.shape[0], 1)  # the losses of no tokens are 0, not NaN
+        shares = jnp.sum(is_selected, axis=(0, 1), dtype=probabilities.dtype) / (tokens * self.experts_per_token)
+        balance = self.experts * jnp.sum(shares * jnp.sum(probabilities, axis=0) / tokens)
+        return Routing(experts, weights, balance, jnp.sum(logsumexp(logits, axis=-1, **options) ** 2) / tokens)
 
     def _tokens(self, inputs):
         features = self.router.shape[0]

@@ -151,17 +151,11 @@ def test_devices_of_a_mesh_may_divide_the_experts():
     assert of_state["gate_up"][...].sharding.spec[0] == "experts"
 
 
-def test_an_empty_batch_has_an_empty_result_and_gradients_of_0():
-    graph, state = nnx.split(make(use_bias=True, implementation="xla"))
-
-    @jax.jit
-    def run(*arguments):
-        y, vjp = jax.vjp(lambda state, x: nnx.merge(graph, state)(x)[0], *arguments)
-        return y, *vjp(y)
-
-    y, gradients, dx = run(state, X[:0])
+def test_an_empty_batch_has_an_empty_result_and_losses_and_gradients_of_0():
+    run, state = loss_of(make(use_bias=True, use_router_bias=True, implementation="xla"))
+    (loss, y), (gradients, dx) = run(state, X[:0])
     assert y.shape == dx.shape == (0, 7, FEATURES)
-    assert not any(np.any(a) for a in jax.tree.leaves(gradients))
+    assert not any(np.any(a) for a in jax.tree.leaves((loss, gradients)))
 
 
 INVALID = {
