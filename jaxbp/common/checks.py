@@ -86,9 +86,9 @@ def is_discrete(a: Any) -> bool:
 _MAY_BE_EMPTY = ("batch", "rows", "features", "in_features", "out_features")
 
 
-def function(op: str, name: str, value: Any) -> None:
+def function(op: str, name: str, value: Any, example: str = "jaxbp.relu") -> None:
     if not callable(value):
-        raise TypeError(f"{op}: {name} is {value!r}; wants a function, say jaxbp.relu")
+        raise TypeError(f"{op}: {name} is {value!r}; wants a function, say {example}")
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:

@@ -118,6 +118,7 @@ class LogicEstimator(BaseEstimator):
         op = type(self).__name__
         for name in ("gates", "layers", "thresholds", "batch_size", "n_iter_no_change"):
             checks.count(op, name, getattr(self, name))
+        checks.boolean(op, "early_stopping", self.early_stopping)
         if self.arity not in (2, 4):
             raise ValueError(f"{op}: arity is {self.arity!r}; wants 2 or 4")
         for name in ("epochs", "candidates"):

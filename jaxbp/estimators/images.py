@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxbp.estimators.tables import Classifier
 from jaxbp.estimators.training import Network
 from jaxbp.logic.circuits.convolutional_circuit import image_shape
-from jaxbp.logic.networks.logic_conv import LogicConvolution, halving_convolutions
+from jaxbp.logic.networks.logic_conv import LogicConvolution, check_convolutions, halving_convolutions
 from jaxbp.logic.tables.quantizer import Quantizer
 
 
@@ -52,6 +52,8 @@ class LogicConvClassifier(Classifier):
     def check_parameters(self):
         super().check_parameters()
         self._shape  # noqa: B018
+        if self.convolutions is not None:
+            check_convolutions(type(self).__name__, self.convolutions)
         if not (self.categorical_features is None or str(self.categorical_features) == "from_dtype"):
             wanted = '"from_dtype" or None, because pixels are numbers'
             raise ValueError(
@@ -76,9 +78,10 @@ class LogicConvClassifier(Classifier):
         convolutions, last = self.convolutions, groups * self.gates
         if convolutions is None:
             convolutions = halving_convolutions(height, width, 128 if height * width < 256 else 32, 512)
+        convolutions = tuple(LogicConvolution(*_tuples(convolution)) for convolution in convolutions)
         widths = (last,) * self.layers
         options = dict(arity=self.arity, candidates=self.candidates)
-        return Network(len(self.quantizer_), widths, groups, shape, tuple(convolutions), **options)
+        return Network(len(self.quantizer_), widths, groups, shape, convolutions, **options)
 
     def network_bits(self, bits):
         _, height, width = self._shape
@@ -86,3 +89,8 @@ class LogicConvClassifier(Classifier):
 
     def circuit_of(self, made, params, simplify=True):
         return made.harden(params)
+
+
+def _tuples(value):
+    """Return `value` with tuples instead of lists, which have no hash."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -60,7 +60,7 @@ class TableEstimator(LogicEstimator):
 
     def _categorical(self) -> set[int]:
         chosen = set(self.categories_)
-        if self.categorical_features is None or isinstance(self.categorical_features, str):
+        if isinstance(self.categorical_features, str) or not np.iterable(self.categorical_features):
             if self.categorical_features not in (None, "from_dtype"):
                 raise ValueError(
                     f"{type(self).__name__}: categorical_features is {self.categorical_features!r}; wants "

@@ -158,5 +158,6 @@ def steps_per_epoch(rows: int, batch_size: int) -> int:
 
 def padded(size: int, least: int = 1) -> int:
     """Return the smallest power of 2, or 3 times a power of 2, that is not below `size` and `least`."""
-    power = 1 << (max(size, least) - 1).bit_length()
-    return 3 * power // 4 if power > 2 and max(size, least) <= 3 * power // 4 else power
+    size = int(max(size, least))  # a NumPy integer has no `bit_length`
+    power = 1 << (size - 1).bit_length()
+    return 3 * power // 4 if power > 2 and size <= 3 * power // 4 else power

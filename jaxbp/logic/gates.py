@@ -128,7 +128,7 @@ def initial_logits(
     gates = checks.count(op, "gates", gates, at_least=0)
     _check_dtype(op, dtype)
     parameters = parameters_of(op, parametrization, arity)
-    _check_choice(op, "initialization", initialization, get_args(Initialization))
+    check_choice(op, "initialization", initialization, get_args(Initialization))
     if initialization == "normal":
         return jax.random.normal(key, (gates, parameters), dtype)
     if parametrization == "softmax":
@@ -218,7 +218,7 @@ def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
     """Return the variance of each gate: the sum of `r * (1 - r)` over the entries r of its relaxed truth table."""
-    _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
+    check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
         rows = _times(jax.nn.softmax(upcast(logits)), TRUTH_TABLES)
     else:
@@ -239,7 +239,7 @@ def straight_through(
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.
     """
-    _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
+    check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
     hard = hard[..., None]
     if parametrization == "softmax":
         relaxed = jax.nn.softmax(upcast(logits))
@@ -300,8 +300,8 @@ def check_parameters(
 def parameters_of(op: str, parametrization: Any, arity: Any = 2) -> int:
     """Return the number of parameters per gate. Raise an error that names `op` if gates with this number of inputs lack
     the parametrization."""
-    _check_choice(op, "arity", arity, get_args(Arity))
-    _check_choice(op, "parametrization", parametrization, tuple(BASES) if arity == 4 else get_args(Parametrization))
+    check_choice(op, "arity", arity, get_args(Arity))
+    check_choice(op, "parametrization", parametrization, tuple(BASES) if arity == 4 else get_args(Parametrization))
     return 16 if arity == 4 else PARAMETERS[parametrization]
 
 
@@ -310,6 +310,6 @@ def _check_dtype(op, dtype):
         raise TypeError(f"{op}: dtype is {jnp.dtype(dtype)}; wants a floating dtype")
 
 
-def _check_choice(op, name, value, choices):
+def check_choice(op, name, value, choices):
     if value not in choices:
         raise ValueError(f"{op}: {name} is {value!r}; wants one of {', '.join(map(str, choices))}")

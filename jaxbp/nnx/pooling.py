@@ -59,6 +59,8 @@ def _pool(op, twin, inputs, window_shape, strides, padding, implementation, **op
     for argument, sizes in (("window_shape", window_shape), ("strides", strides or ())):
         if not isinstance(sizes, Sequence):
             raise TypeError(f"{name}: {argument} is {sizes!r}; wants a tuple with one int per spatial axis")
+    if not isinstance(padding, Sequence):
+        raise TypeError(f"{name}: padding is {padding!r}; wants 'SAME', 'VALID', or one pair of ints per spatial axis")
     x, window = checks.array(name, "inputs", inputs), tuple(window_shape)
     axes = len(window)
     if falls_back(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):

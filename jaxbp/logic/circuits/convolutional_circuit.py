@@ -413,9 +413,9 @@ class ConvolutionalCircuit(BitCircuit):
 
 
 def image_shape(op: str, shape: Iterable[int]) -> tuple[int, int, int]:
-    shape = tuple(shape)
-    if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-        raise ValueError(f"{op}: shape is {shape}; wants (channels, height, width), each at least 1")
+    shape = tuple(shape) if np.iterable(shape) else shape
+    if not isinstance(shape, tuple) or len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
+        raise ValueError(f"{op}: shape is {shape!r}; wants (channels, height, width), each at least 1")
     return shape
 
 

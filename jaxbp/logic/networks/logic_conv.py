@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,14 @@ class LogicConvolution(NamedTuple):
     depth: int = 3
 
 
+def check_convolutions(op: str, convolutions: Any) -> None:
+    if not isinstance(convolutions, Sequence) or not all(isinstance(c, LogicConvolution) for c in convolutions):
+        raise TypeError(f"{op}: convolutions is {convolutions!r}; wants a list of jaxbp.nn.LogicConvolution")
+    if not convolutions:
+        wanted = "at least one convolution. Without convolutions, use LogicNetwork or LogicClassifier"
+        raise ValueError(f"{op}: convolutions is empty; wants {wanted}")
+
+
 def halving_convolutions(height: int, width: int, kernels: int, most_kernels: int) -> list[LogicConvolution]:
     """Return convolutions with or-pools that halve images until their height and width are below 4.
 
@@ -103,7 +111,7 @@ class LogicConvNetwork(nnx.Module):
       options: as in `LogicLayer`.
 
     Raises:
-      TypeError: a convolution is not a `LogicConvolution`.
+      TypeError: `convolutions` is not a list of `LogicConvolution`.
       ValueError: the shape is not three positive integers; there are no convolutions; or `LogicNetwork` raises it.
 
     Source: as in `jaxbp.logic_conv2d`.
@@ -124,14 +132,8 @@ class LogicConvNetwork(nnx.Module):
         **options: Unpack[GateOptions],
     ):
         self.shape = image_shape("LogicConvNetwork", shape)
-        if not convolutions:
-            raise ValueError(
-                "LogicConvNetwork: convolutions is empty; wants at least one convolution. Without convolutions, use "
-                "LogicNetwork"
-            )
-        for convolution in convolutions:
-            if not isinstance(convolution, LogicConvolution):
-                raise TypeError(f"LogicConvNetwork: a convolution is {convolution!r}; wants a LogicConvolution")
+        check_convolutions("LogicConvNetwork", convolutions)
+        checks.count("LogicConvNetwork", "seed", seed, at_least=0)
         layers, channels = [], shape[0]
         for i, (kernels, window, stride, padding, pool, depth) in enumerate(convolutions):
             reads = dict(depth=depth, channels_per_kernel=channels_per_kernel, seed=seed + i)

@@ -1,7 +1,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +17,7 @@ from jaxbp.logic.gates import (
     Arity,
     Initialization,
     Parametrization,
+    check_choice,
     check_tau,
     group_sum,
     hard_logits,
@@ -112,9 +113,14 @@ class LogicLayer(Gates):
       straight_through: in training, compute hardened gates in the forward, and the gradients of relaxed gates.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
+
+    Raises:
+      TypeError: the wires are neither `Wires` nor `LearnedWires`.
     """
 
     def __init__(self, wires: Wires | LearnedWires, *, arity: Arity = 2, **options: Unpack[GateOptions]):
+        if not isinstance(wires, Wires | LearnedWires):
+            raise TypeError(f"LogicLayer: wires is a {type(wires).__name__}; wants a jaxbp.Wires or jaxbp.LearnedWires")
         super().__init__(wires, (2 * wires.gates // arity,), arity=arity, **options)
         is_learned = isinstance(wires, LearnedWires)
         self.wire_logits = nnx.Param(wires.initial_logits(options["rngs"].params())) if is_learned else None
@@ -153,7 +159,7 @@ class LogicNetwork(nnx.Module):
       options: as in `LogicLayer`.
 
     Raises:
-      TypeError: `widths` is not a list.
+      TypeError: `widths` is not a list of ints, or `wiring` is not a function.
       ValueError: tau is not a number above 0, the last width is not a multiple of `classes`, or `wiring` cannot make
         layers of these widths.
 
@@ -172,11 +178,15 @@ class LogicNetwork(nnx.Module):
         seed: int = 0,
         **options: Unpack[GateOptions],
     ):
-        check_tau("LogicNetwork", tau)
-        if not isinstance(widths, Sequence) or not widths:
-            raise TypeError(f"LogicNetwork: widths is {widths!r}; wants a list with the number of gates in each layer")
-        if widths[-1] % checks.count("LogicNetwork", "classes", classes):
-            raise ValueError(f"LogicNetwork: widths ends with {widths[-1]}; wants a multiple of the {classes} classes")
+        op = "LogicNetwork"
+        check_tau(op, tau)
+        check_choice(op, "arity", arity, get_args(Arity))
+        checks.count(op, "seed", seed, at_least=0)
+        checks.function(op, "wiring", wiring, "jaxbp.Wires.random")
+        if not isinstance(widths, Sequence) or not widths or not all(map(checks.is_int, widths)):
+            raise TypeError(f"{op}: widths is {widths!r}; wants a list with the number of gates in each layer")
+        if widths[-1] % checks.count(op, "classes", classes):
+            raise ValueError(f"{op}: widths ends with {widths[-1]}; wants a multiple of the {classes} classes")
         self.layers = nnx.List(
             LogicLayer(wiring(reads, gates * arity // 2, seed + i), arity=arity, **options)
             for i, (reads, gates) in enumerate(zip([inputs, *widths], widths, strict=False))

@@ -85,11 +85,11 @@ class Automaton(ByContent):
         op = "Automaton.create"
         checks.count(op, "channels", channels)
         checks.count(op, "perception_kernels", perception_kernels)
-        if not perception_widths or perception_widths[0] != 8:
-            wanted = "8 as the first entry, one gate per neighbor"
+        if not isinstance(perception_widths, Sequence) or not perception_widths or perception_widths[0] != 8:
+            wanted = "a list with 8 as the first entry, one gate per neighbor"
             raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants {wanted}")
-        if not update_widths or update_widths[-1] != channels:
-            wanted = f"{channels} as the last entry, one gate per channel"
+        if not isinstance(update_widths, Sequence) or not update_widths or update_widths[-1] != channels:
+            wanted = f"a list with {channels} as the last entry, one gate per channel"
             raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {wanted}")
         seeds = iter(np.random.default_rng(seed).integers(2**31, size=len(perception_widths) + len(update_widths)))
         perception = [Wires.moore(seed=int(next(seeds)))]

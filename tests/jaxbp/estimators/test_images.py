@@ -68,6 +68,22 @@ def test_rows_of_another_size_are_refused():
         LogicConvClassifier(image_shape=(2, 6, 6), **SMALL).fit(np.where(X > 0.5, np.nan, X), y)
 
 
+@pytest.mark.parametrize(
+    "convolutions", [3, [3], *SMALL["convolutions"], iter([])], ids=["3", "[3]", "one", "iterator"]
+)
+def test_convolutions_that_are_no_list_are_refused(convolutions):
+    estimator = LogicConvClassifier(image_shape=(2, 6, 6), convolutions=convolutions)
+    with pytest.raises(TypeError) as raised:
+        estimator.fit(*bars(20))
+    wanted = f"convolutions is {convolutions!r}; wants a list of jaxbp.nn.LogicConvolution"
+    assert str(raised.value) == f"LogicConvClassifier: {wanted}"
+
+
+def test_options_of_convolutions_may_be_lists():
+    convolution = LogicConvolution(8, [3, 3], padding=[[1, 0], [0, 1]], pool=[2, 2])
+    LogicConvClassifier(image_shape=(2, 6, 6), **SMALL | dict(convolutions=[convolution], epochs=1)).fit(*bars(20))
+
+
 def test_checks_of_scikit_learn_that_fit_nothing_pass():
     # Most checks fit rows of two to thirty features, which have no common image_shape.
     names = {

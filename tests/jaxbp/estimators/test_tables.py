@@ -214,7 +214,7 @@ def test_numbers_are_categories_if_the_user_says_so():
     [
         *(("gates", 0), ("layers", 1.5), ("thresholds", True), ("epochs", 0), ("learning_rate", -1.0)),
         *(("tau", 0.0), ("validation_fraction", 1.0), ("batch_size", "64"), ("n_iter_no_change", 0)),
-        *(("candidates", 0), ("arity", 3)),
+        *(("candidates", 0), ("arity", 3), ("early_stopping", "auto"), ("categorical_features", 3)),
     ],
 )
 def test_invalid_parameters_are_refused(name, value):

@@ -9,6 +9,7 @@ random = np.random.default_rng(0)
 
 
 def test_sizes_are_padded_by_less_than_half():
+    assert padded(np.int64(5)) == 6
     sizes = np.arange(1, 2000)
     got = np.array([padded(size) for size in sizes.tolist()])
     assert (got >= sizes).all() and (got < 1.5 * sizes).all()

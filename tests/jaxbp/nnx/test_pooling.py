@@ -52,6 +52,8 @@ def test_windows_of_three_axes_are_only_in_flax():
 def test_an_input_without_channels_is_an_error():
     with pytest.raises(TypeError, match=r"^max_pool: window_shape is 2; wants a tuple with one int per spatial axis"):
         jaxbp.nnx.max_pool(jnp.ones((1, 4, 4, 1)), 2)
+    with pytest.raises(TypeError, match=r"^max_pool: padding is 1; wants 'SAME', 'VALID', or one pair of ints per"):
+        jaxbp.nnx.max_pool(jnp.ones((1, 4, 4, 1)), (2, 2), padding=1)
     with pytest.raises(ValueError, match=r"^avg_pool: inputs has shape \(4, 5\), .*; wants at least 3 axes"):
         jaxbp.nnx.avg_pool(jnp.ones((4, 5)), (2, 2))
 

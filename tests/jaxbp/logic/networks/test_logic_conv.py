@@ -142,12 +142,28 @@ REFUSED = {
     "no convolutions": (
         build(convolutions=[]),
         ValueError,
-        f"{NETWORK}: convolutions is empty; wants at least one convolution. Without convolutions, use LogicNetwork",
+        f"{NETWORK}: convolutions is empty; wants at least one convolution. Without convolutions, use LogicNetwork or "
+        "LogicClassifier",
     ),
     "a convolution as a tuple": (
         build(convolutions=[(4, 3)]),
         TypeError,
-        f"{NETWORK}: a convolution is (4, 3); wants a LogicConvolution",
+        f"{NETWORK}: convolutions is [(4, 3)]; wants a list of jaxbp.nn.LogicConvolution",
+    ),
+    "a number of convolutions": (
+        build(convolutions=3),
+        TypeError,
+        f"{NETWORK}: convolutions is 3; wants a list of jaxbp.nn.LogicConvolution",
+    ),
+    "an image of one axis": (
+        build(shape=6),
+        ValueError,
+        f"{NETWORK}: shape is 6; wants (channels, height, width), each at least 1",
+    ),
+    "no seed": (
+        lambda: LogicConvNetwork((2, 6, 6), CONVOLUTIONS, [15, 10], 5, seed=None, rngs=nnx.Rngs(0)),
+        ValueError,
+        f"{NETWORK}: seed is None; wants an int of at least 0",
     ),
     "images of another size": (
         lambda: network()(bits((3, 2, 6, 5))),

@@ -48,11 +48,27 @@ def test_a_tau_that_is_no_divisor_is_refused():
             LogicNetwork(8, [12, 10], 5, tau=tau, rngs=nnx.Rngs(0))
 
 
-def test_widths_are_checked():
-    with pytest.raises(TypeError, match="LogicNetwork: widths is 12; wants a list with the number of gates in each"):
-        LogicNetwork(8, 12, 5, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("widths", [12, "12", [10, None]], ids=repr)
+def test_widths_are_checked(widths):
+    message = f"LogicNetwork: widths is {widths!r}; wants a list with the number of gates in each layer"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        LogicNetwork(8, widths, 5, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="LogicNetwork: widths ends with 12; wants a multiple of the 5 classes"):
         LogicNetwork(8, [10, 12], 5, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(arity="4"), "LogicNetwork: arity is '4'; wants one of 2, 4"),
+        (dict(seed=None), "LogicNetwork: seed is None; wants an int of at least 0"),
+        (dict(wiring="random"), "LogicNetwork: wiring is 'random'; wants a function, say jaxbp.Wires.random"),
+        (dict(wiring=print), "LogicLayer: wires is a NoneType; wants a jaxbp.Wires or jaxbp.LearnedWires"),
+    ],
+)
+def test_options_of_another_type_are_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        LogicNetwork(8, [12, 10], 5, **options, rngs=nnx.Rngs(0))
 
 
 def test_a_layer_is_the_op_with_its_parameters():

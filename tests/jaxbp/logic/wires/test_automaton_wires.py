@@ -33,8 +33,10 @@ MOORE, LAST = Wires.moore(), Wires.random(2 + 2 * 8, 2, seed=0)
     "make, message",
     [
         (lambda: Automaton.create(0, 1, [8], [1], False, 0), "channels is 0; wants an int of at least 1"),
-        (lambda: Automaton.create(2, 1, [4], [2], False, 0), r"perception_widths is \[4\]; wants 8 as the first entry"),
-        (lambda: Automaton.create(2, 1, [8], [3], False, 0), r"update_widths is \[3\]; wants 2 as the last entry"),
+        (lambda: Automaton.create(2, 1, [4], [2], False, 0), r"perception_widths is \[4\]; wants a list with 8"),
+        (lambda: Automaton.create(2, 1, 8, [2], False, 0), "perception_widths is 8; wants a list with 8"),
+        (lambda: Automaton.create(2, 1, [8], 2, False, 0), "update_widths is 2; wants a list with 2"),
+        (lambda: Automaton.create(2, 1, [8], [3], False, 0), r"update_widths is \[3\]; wants a list with 2"),
         (
             lambda: Automaton.create(2, 1, [8, 3], [2], False, 0),
             "perception_widths has a layer of 3 gates that reads 8 inputs",
