@@ -1,27 +1,36 @@
 """Find the largest batch and the longest rows of tokens with which a training step of the bench's language model fits.
 
-    python -m experiments.studies.gpt_memory --json docs/results/gpt-memory.json      # on a GPU
+    python -m experiments.studies.gpt_memory --ahead-of-time --json docs/results/gpt-memory.json
 
-Nothing runs: XLA states the memory of each compiled step. For PyTorch, `experiments.bench gpt:124M --batch N --peers
-PyTorch` shows whether a batch fits.
+Nothing runs: XLA states the memory of each compiled step. With --ahead-of-time, the GPU is an H200 that may be absent.
+JAX then only needs its plugin for CUDA, and the environment variables JAX_PLATFORMS=cpu and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. For PyTorch, `experiments.bench gpt:124M --batch N --peers PyTorch` shows whether a
+batch fits.
 """
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo
 
+from experiments.ahead_of_time import gpus
 from experiments.bench.gpt_workload import FLAX, GPT_WORKLOADS, SIZES, gpt_workload
 from experiments.bench.workloads import implementation
 from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
 from jaxbp.pairing import IMPLEMENTATIONS
+from pallas_kernels.core.device import HOPPER
 
 WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0}
 """XLA would run products of each size to choose algorithms, and would not find the memory for the largest sizes."""
+H200_BYTES, CUDNN_VERSION = int(0.75 * 139.8 * 2**30), 91002
+"""The memory of an H200 that JAX uses by default."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -31,14 +40,30 @@ def main(args: Sequence[str] | None = None) -> int:
     names = [*IMPLEMENTATIONS, "None", FLAX]
     parser.add_argument("--implementations", nargs="+", choices=names, default=["None", FLAX])
     parser.add_argument("--gib", type=float, help="the memory of the device; by default, what JAX may use")
+    parser.add_argument("--ahead-of-time", action="store_true", help="compile for an H200, which may be absent")
     given = parser.parse_args(args)
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if given.gib is None else given.gib * 2**30
+    limit = H200_BYTES
+    if given.gib is not None:
+        limit = given.gib * 2**30
+    elif not given.ahead_of_time:
+        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise UserError("this device does not state its memory; wants --gib")
     if not 0 < limit < math.inf:
         parser.error(f"--gib is {given.gib:g}; wants a finite number above 0")
     fields = {"place": given.place, "dtype": given.dtype, "limit_bytes": int(limit)}
-    return write_rows("gpt_memory", args, fields, rows(given, limit), given.json)
+    fields |= {"compiled_for": HOPPER.kind} if given.ahead_of_time else {}
+    with h200() if given.ahead_of_time else contextlib.nullcontext():
+        return write_rows("gpt_memory", args, fields, rows(given, limit), given.json)
+
+
+@contextlib.contextmanager
+def h200() -> Iterator[None]:
+    """Return a context in which programs are compiled for an H200, also those with cuDNN's attention."""
+    # JAX would ask the GPU, and a library that is then not loaded.
+    answers = dict(check_cudnn_version=lambda: CUDNN_VERSION, check_compute_capability=lambda _: True)
+    with gpus(HOPPER), mock.patch.multiple(fused_attention_stablehlo, **answers):
+        yield
 
 
 def rows(given: Any, limit: float) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from pallas_kernels.core.device import gpu
+
 
 class Block(nnx.Module):
     def __init__(self, features: int, heads: tuple[int, int], hidden: int, norm: Any, use_bias: bool, **options: Any):
@@ -24,7 +26,7 @@ class Block(nnx.Module):
         query, key, value = heads[..., :-2, :].reshape(*x.shape[:2], -1, head_dim), heads[..., -2, :], heads[..., -1, :]
         if rotation is not None:
             query, key = rotated(query, *rotation), rotated(key, *rotation)
-        is_half = jax.default_backend() == "gpu" and x.dtype.itemsize == 2
+        is_half = gpu() is not None and x.dtype.itemsize == 2
         options = dict(is_causal=True, implementation="cudnn" if is_half else None)
         x = x + self.output(jax.nn.dot_product_attention(query, key, value, **options).reshape(x.shape))
         y = self.mlp_norm(x)

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import json
 import math
@@ -38,6 +39,16 @@ def test_the_largest_size_is_found_also_if_memory_is_not_linear():
     assert gpt_memory.largest(peak, 4, 2, 20) == (0, 0)
     assert gpt_memory.largest(lambda size: 7 * size, 4, 1, 1000) == (142, 994)
     assert gpt_memory.largest(lambda size: size if size < 20 else math.inf, 4, 1, 1000) == (19, 19)
+
+
+def test_an_absent_h200_has_the_memory_that_jax_would_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt_memory, "h200", contextlib.nullcontext)
+    monkeypatch.setattr(gpt_memory, "peak_bytes", lambda place, name, dtype, batch, length: 2**30 * batch * length / 32)
+    path = tmp_path / "found.json"
+    assert gpt_memory.main(["--place", "tiny", "--ahead-of-time", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["compiled_for"] == "NVIDIA H200" and report["limit_bytes"] == gpt_memory.H200_BYTES
+    assert [row["batch"] for row in report["rows"] if row["largest"] == "batch"] == [104, 104]
 
 
 def test_a_device_that_does_not_state_its_memory_is_refused():
