@@ -18,6 +18,7 @@ from experiments.bench.gpt_workload import ADAMW, GPT_WORKLOADS, gpt_workload
 from experiments.data import text
 from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
+from experiments.training.loop import make_optimizer
 from jaxbp.pairing import IMPLEMENTATIONS
 from jaxbp.training.optimizers import apply, fused_adamw
 
@@ -29,16 +30,20 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["autodiff", "xla", "pallas"])
+    schedule = "the learning rate: constant, or as in experiments.train, with a rise and a fall"
+    parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help=schedule)
     given = parser.parse_args(args)
     for name, value in {"batch": given.batch, "steps": given.steps}.items():
         if value < 1:
             parser.error(f"--{name} is {value}; wants at least 1")
-    fields = {"place": given.place, "batch": given.batch}
-    rows = trained(given.place, given.batch, given.steps, given.dtype, given.implementations)
+    fields = {"place": given.place, "batch": given.batch, "schedule": given.schedule}
+    rows = trained(given.place, given.batch, given.steps, given.dtype, given.implementations, given.schedule)
     return write_rows("gpt_losses", args, fields, rows, given.json)
 
 
-def trained(place: str, batch: int, steps: int, dtype: str, implementations: Sequence[str]) -> Iterator[dict[str, Any]]:
+def trained(
+    place: str, batch: int, steps: int, dtype: str, implementations: Sequence[str], schedule: str = "constant"
+) -> Iterator[dict[str, Any]]:
     """Yield the losses of the first implementation in float32, and then the losses of each implementation in `dtype`.
 
     The model is `GPT_WORKLOADS[place]`. `difference` is the largest relative difference from the losses in float32.
@@ -50,7 +55,9 @@ def trained(place: str, batch: int, steps: int, dtype: str, implementations: Seq
         function = workload.function(implementation, dtype)
         # The bench also passes None, with which jaxbp's optimizer uses Optax where Optax is faster.
         of_update = None if implementation == "pallas" else implementation
-        update = fused_adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"], implementation=of_update)
+        options = dict(weight_decay=ADAMW["weight_decay"], implementation=of_update)
+        cosine = schedule == "cosine"
+        update = make_optimizer(ADAMW["lr"], steps, **options) if cosine else fused_adamw(ADAMW["lr"], **options)
 
         def step(carry, rows, function=function, update=update):
             parameters, optimizer_state = carry

@@ -22,6 +22,15 @@ def test_implementations_train_alike_and_are_compared_with_float32(tmp_path):
         assert abs(row["difference"] - expected) < 1e-12
 
 
+def test_the_learning_rate_begins_at_0_with_a_cosine():
+    constant, cosine = (
+        next(gpt_losses.trained("tiny", 2, 40, "float32", ["xla"], schedule))["losses"]
+        for schedule in ("constant", "cosine")
+    )
+    # The first update has the rate 0.
+    assert constant[0] == cosine[0] and constant[1] < cosine[1]
+
+
 def test_each_step_has_its_own_rows_of_text():
     inputs, targets = gpt_losses._batches(length=32, batch=2, steps=50)
     assert inputs.shape == targets.shape == (50, 2, 32)
