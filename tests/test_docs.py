@@ -297,6 +297,12 @@ def test_works_have_a_line_each_with_speedup_and_roofline(book):
     assert second == ["b work", "**10**", "", "", "50%"]
 
 
+def test_the_batch_sizes_of_a_workload_ascend_but_workloads_keep_their_order(book):
+    run = report(row("b work", batch=8), row("a work", batch=4), row("b work", batch=2))
+    titles = [line[0] for line in cells(book("works run", run=run))[1:]]
+    assert titles == ["b work, batch 2", "b work, batch 8", "a work, batch 4"]
+
+
 def test_the_time_per_tile_is_relative_to_attention_without_a_mask(book):
     causal = dict(place="8x2 causal", share_of_tiles=0.5)
     run = report(

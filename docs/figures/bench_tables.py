@@ -51,9 +51,12 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
 
 def works(reports: Reports, columns: str = "speedup,peer,floor", time: str = "microseconds") -> str:
     """Return a table of the times of each implementation and peer, and of `columns`, keys of `COLUMNS`. Leave out
-    workloads without a row of jaxbp. `time` is the field of a row with its time."""
+    workloads without a row of jaxbp. The batch sizes of a workload ascend. `time` is the field of a row with its
+    time."""
     rows = [row | {"microseconds": row[time]} for row in all_rows(reports)]
     groups = [(title, group) for title, group in works_of(rows) if not group.keys().isdisjoint(PREFERRED)]
+    order = list(dict.fromkeys(row["work"] for row in rows))
+    groups.sort(key=lambda pair: min((order.index(row["work"]), row["batch"]) for row in pair[1].values()))
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
     shown = [COLUMNS[column] for column in columns.split(",")]
