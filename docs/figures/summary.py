@@ -71,7 +71,7 @@ FAMILIES = (
            "The CUDA cores compute the products, and the rate of instructions bounds the time."),
     Family("max-pool backward, overlapping windows", "conv", "backwards", "max_pool2d_backward overlapping",
            "The kernel needs transposes. `None` uses the formula, which needs none."),
-    Family("softmax and cross-entropy backward", "dense", "backwards-losses", "softmax_cross_entropy_backward classes",
+    Family("softmax and cross-entropy backward", "dense", "backwards", "softmax_cross_entropy_backward classes",
            "The launch takes longer than the kernel. `None` uses the formula."),
     Family("ReLU backward, images", "pointwise", "backwards", "relu_backward relu1",
            "The kernel runs at the rate of a copy."),
