@@ -58,6 +58,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "steps": ("steps", lambda run: f"{run['steps']:,}"),
     "implementation": ("implementation", lambda row: f"`{row['implementation']}`"),
     "loss_difference": ("largest difference", lambda row: f"{row['difference']:.2%}"),
+    "largest_size": ("rows x tokens that fit", lambda row: f"{row['batch']:,} x {row['length']:,}"),
+    "peak_gib": ("peak memory, GiB", lambda row: f"{row['peak_bytes'] / 2**30:.1f}"),
     # Runs of the fuzzer. In an older run, a crash would have ended the run.
     "seed": ("run", lambda run: f"[seed {run['seed']}](results/{run['file']}.json)"),
     "device": ("device", lambda run: f"{devices({run['file']: run})}, {day(run)}"),

@@ -51,6 +51,14 @@ def test_an_absent_h200_has_the_memory_that_jax_would_use(tmp_path, monkeypatch)
     assert [row["batch"] for row in report["rows"] if row["largest"] == "batch"] == [104, 104]
 
 
+def test_for_an_absent_gpu_jax_does_not_ask_for_cudnn(monkeypatch):
+    monkeypatch.setattr(gpt_memory, "gpus", lambda device: contextlib.nullcontext())
+    q = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    with gpt_memory.h200():
+        assert "cudnn" in jax.jit(attention).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_a_device_that_does_not_state_its_memory_is_refused():
     with pytest.raises(UserError, match="does not state its memory; wants --gib"):
         gpt_memory.main(["--place", "tiny"])
