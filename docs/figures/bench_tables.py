@@ -143,10 +143,7 @@ def dtypes(reports: Reports) -> str:
         step_of(row): (name, row)
         for name, report in load("*").items()
         for row in rows_of(report)
-        if row.get("dtype") == "float32"
-        and row.get("precision") == "default"
-        and time(row)
-        and not row["work"].endswith(" in one graph")
+        if row.get("dtype") == "float32" and row.get("precision") == "default" and time(row)
     }
     lines, files = [], {}
     for row in all_rows(reports):

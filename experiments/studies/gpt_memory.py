@@ -30,7 +30,7 @@ from pallas_kernels.core.device import HOPPER
 WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0}
 """XLA would run products of each size to choose algorithms, and would not find the memory for the largest sizes."""
 H200_BYTES, CUDNN_VERSION = int(0.75 * 139.8 * 2**30), 91002
-"""The memory of an H200 that JAX uses by default."""
+"""The bytes of an H200's memory that JAX uses by default, and a version of cuDNN that has its attention."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
     """Return a context in which programs are compiled for an H200, also those with cuDNN's attention."""
-    # JAX would ask the GPU, and a library that is then not loaded.
+    # JAX would ask the absent GPU, and cuDNN, which is not loaded.
     answers = dict(check_cudnn_version=lambda: CUDNN_VERSION, check_compute_capability=lambda _: True)
     with gpus(HOPPER), mock.patch.multiple(fused_attention_stablehlo, **answers):
         yield
