@@ -22,6 +22,20 @@ def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
     assert rounds == pytest.approx((0.001, 0.001, 0.01))
 
 
+@pytest.mark.parametrize(
+    ("is_ready", "platform", "waited"), [(False, "gpu", 1.0), (True, "gpu", 0.0), (True, "cpu", 1.0)]
+)
+def test_the_host_waits_only_for_results_that_are_not_ready(is_ready, platform, waited, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    result = types.SimpleNamespace(
+        is_ready=lambda: is_ready,
+        devices=lambda: [types.SimpleNamespace(platform=platform)],
+        block_until_ready=lambda: now.__setitem__(0, now[0] + 0.25),
+    )
+    assert timing.run(lambda: [result, result], (), calls=20) == (10.0, 10.0 * waited)
+
+
 def test_a_program_settles_before_the_first_round(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
