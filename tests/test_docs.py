@@ -532,6 +532,15 @@ def test_kernels_slower_than_autodiff_are_listed_from_the_newest_run(book):
     assert "Measured on a device, jax 0.12.0: [run.json](results/run.json)." in page
 
 
+def test_kernels_slower_than_autodiff_in_one_dtype_are_listed_beside_a_newer_run_in_another(book):
+    rows = [row("a"), row("a", "autodiff", 5.0)]
+    later = [row("a", dtype="bfloat16"), row("a", "autodiff", 20.0, dtype="bfloat16")]
+    later = report(*later) | {"date": "2026-11-23T10:00:00+00:00"}
+    page = book("slower *", run=report(*rows), later=later)
+    assert "slower than autodiff in 1 of 2 measured workloads" in page
+    assert cells(page)[1:] == [["a, batch 128", "0.50x"]]
+
+
 def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, figures):
     places = [row("gates a", floor_fraction=0.25), row("gates b", floor_fraction=0.75)]
     places = [of | {"place": of["work"][-1]} for of in places]

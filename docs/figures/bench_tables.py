@@ -121,11 +121,17 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     return f"{count} The table lists the other workloads.\n\n{table}" if outside else count
 
 
+def with_dtype(row: Row) -> Row:
+    """Return a row whose workload names a dtype other than float32, as in a run with several dtypes."""
+    suffix = f" in {row['dtype']}"
+    return row if row["dtype"] == "float32" or row["work"].endswith(suffix) else row | {"work": row["work"] + suffix}
+
+
 def slower(reports: Reports) -> str:
     newest = {}
     for name, report in reports.items():
         rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
-        for title, group in works_of(rows):
+        for title, group in works_of(list(map(with_dtype, rows))):
             ours, theirs = group.get("pallas"), autodiff(group)
             if time(ours) and time(theirs):
                 newest[title] = time(theirs) / time(ours), name
