@@ -720,13 +720,12 @@ def test_the_gradients_of_adapters_are_compared_with_all_gradients(book):
     assert "*Not measured yet" in book("frozen run")
     size = 2**20
     rows = [
-        {"implementation": "xla", "wanted": wanted, "microseconds": us, "temporary_bytes": us * size, "result_bytes": n}
+        {"implementation": "xla", "place": wanted, "microseconds": us, "temporary_bytes": us * size, "result_bytes": n}
         for wanted, us, n in (("adapters", 100, size), ("all", 400, 9 * size))
     ]
-    run = report(*rows) | {"shape": [16384, 1024], "blocks": 4, "rank": 16, "dtype": "bfloat16"}
-    head, row = cells(page := book("frozen run", run=run))
+    head, row = cells(page := book("frozen run", run=report(*rows)))
     assert row == ["`xla`", "100", "400", "25%", "100", "400", "1", "9"] and head[-1] == "results, all, MiB"
-    assert "4 blocks, 16,384 rows of 1,024 in bfloat16, rank 16." in page and "a device" in page
+    assert "a device" in page
 
 
 def test_a_program_has_the_lines_that_changed_and_the_differences_of_its_losses(book):

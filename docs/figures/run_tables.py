@@ -294,24 +294,21 @@ def accuracy(reports: Reports) -> str:
 def frozen(reports: Reports) -> str:
     lines = []
     for implementation, rows in grouped(all_rows(reports), lambda row: row["implementation"]).items():
-        of_wanted = {row.get("wanted", row.get("place")): row for row in rows}
-        adapters, every = of_wanted["adapters"], of_wanted["all"]
+        adapters, every = (next(row for row in rows if row["place"] == wanted) for wanted in ("adapters", "all"))
         memory = [mebibytes(row[kind]) for kind in ("temporary_bytes", "result_bytes") for row in (adapters, every)]
         share = percent(time(adapters) / time(every))
         lines.append([f"`{implementation}`", number(time(adapters)), number(time(every)), share, *memory])
     memory = [f"{kind}, {wanted}, MiB" for kind in ("temporary memory", "results") for wanted in ("adapters", "all")]
-    table = markdown(["implementation", "adapters, µs", "all, µs", "adapters / all", *memory], lines)
-    return f"{table}\n\n{sizes(reports)}"
+    return markdown(["implementation", "adapters, µs", "all, µs", "adapters / all", *memory], lines)
 
 
 def sizes(reports: Reports) -> str:
-    """Return the sizes in the fields of studies, such as "4 blocks, 16 rows of 128 in float32, rank 4."."""
+    """Return the sizes in the fields of studies, such as "16 rows of 128 in float32."."""
     texts = []
     for report in reports.values():
         if "shape" in report:
             rows, features = report["shape"]
-            text = f"{rows:,} rows of {features:,} in {report['dtype']}"
-            texts.append(f"{report['blocks']} blocks, {text}, rank {report['rank']}" if "blocks" in report else text)
+            texts.append(f"{rows:,} rows of {features:,} in {report['dtype']}")
     return f"{'; '.join(texts)}." if texts else ""
 
 
