@@ -18,7 +18,7 @@ from pathlib import Path
 import computed_in
 import launches
 from figures import measurements
-from figures.bench_tables import dtypes, masks, models, ratios, slower, works
+from figures.bench_tables import comparison, dtypes, masks, models, ratios, slower, works
 from figures.cells import link, provenance
 from figures.charts import CHARTS
 from figures.measurements import load, no_file, rows_of
@@ -108,7 +108,7 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
 
 
 DESCRIBED_BELOW = (
-    *(works, masks, models, ratios, dtypes, rows, seeds, frozen),
+    *(works, masks, models, ratios, comparison, dtypes, rows, seeds, frozen),
     *(profile, accuracy, sanitizer, communication, compilation),
 )
 """Tables below which `made_by` describes the result files. The other tables describe them, or have none."""

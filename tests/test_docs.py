@@ -459,6 +459,15 @@ def test_a_workload_that_was_timed_again_counts_once_in_the_ratios(book):
     assert "in 1 of 1 workloads" in book("ratios old new cut high=1.05", old=of(20.0), new=of(10.0), cut=cut)
 
 
+def test_a_comparison_has_the_times_of_two_rows_and_their_ratio_in_each_field(book):
+    peer = row(implementation="Torch eager", microseconds=5.0, peer="Torch", burst_microseconds=30.0)
+    run = report(row(burst_microseconds=20.0), row(implementation="None"), peer)
+    head, line = cells(book("comparison run of=Torch fields=microseconds,burst_microseconds", run=run))
+    assert head[1:4] == ["Torch", "`pallas`", "Torch / `pallas`"] and head[6] == "Torch / `pallas`, burst"
+    assert line == ["a work, batch 128", "5", "10", "0.50x", "30", "20", "1.50x"]
+    assert cells(book("comparison run of=None"))[0][1:] == ["`None`", "`pallas`", "`None` / `pallas`"]
+
+
 def test_trainings_have_a_line_each(book):
     run = report() | {
         "command": "python -m experiments.train lenet --epochs 3 --json docs/results/mnist-a.json",

@@ -54,9 +54,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor", time: str = "mi
     workloads without a row of jaxbp. The batch sizes of a workload ascend. `time` is the field of a row with its
     time."""
     rows = [row | {"microseconds": row[time]} for row in all_rows(reports)]
-    groups = [(title, group) for title, group in works_of(rows) if not group.keys().isdisjoint(PREFERRED)]
-    order = list(dict.fromkeys(row["work"] for row in rows))
-    groups.sort(key=lambda pair: min((order.index(row["work"]), row["batch"]) for row in pair[1].values()))
+    groups = [(title, group) for title, group in ascending(rows) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -67,6 +65,14 @@ def works(reports: Reports, columns: str = "speedup,peer,floor", time: str = "mi
         for title, (_, group) in zip(titles, groups, strict=True)
     ]
     return markdown(head, lines)
+
+
+def ascending(rows: Sequence[Row]) -> list[tuple[str, dict[str, Row]]]:
+    """Return the pairs of `works_of` in the order of their workloads, with ascending batch sizes of a workload."""
+    order = list(dict.fromkeys(row["work"] for row in rows))
+    return sorted(
+        works_of(rows), key=lambda pair: min((order.index(row["work"]), row["batch"]) for row in pair[1].values())
+    )
 
 
 def masks(reports: Reports) -> str:
@@ -119,6 +125,27 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     ]
     table = markdown([heading, "`None`", "`autodiff`", "`None` / `autodiff`"], lines)
     return f"{count} The table lists the other workloads.\n\n{table}" if outside else count
+
+
+COMPARED = {"microseconds": "", "burst_microseconds": ", burst"}
+"""Fields of a row with a time, and what the headings of `comparison` add."""
+
+
+def comparison(reports: Reports, of: str, to: str = "pallas", fields: str = "microseconds") -> str:
+    """Return a table of the times of `of` and `to`, both an implementation or a peer, and of their ratio in this run.
+    It is for a run of workloads whose times in `works` are from another run. `fields` are keys of `COMPARED`."""
+    head, lines = [], []
+    for title, rows in ascending(all_rows(reports)):
+        a, b = (next(row for name, row in rows.items() if wanted in (name, row["peer"])) for wanted in (of, to))
+        names = [row["peer"] or f"`{row['implementation']}`" for row in (a, b)]
+        head, line = [], [title]
+        for field in fields.split(","):
+            timed = [row | {"microseconds": row[field]} for row in (a, b)]
+            head += [f"{name}{COMPARED[field]}" for name in (*names, " / ".join(names))]
+            line += [*map(microseconds, timed), times(time(timed[0]) / time(timed[1]))]
+        lines.append(line)
+    heading, titles = hoisted([title for title, *_ in lines])
+    return markdown([heading, *head], [[title, *line[1:]] for title, line in zip(titles, lines, strict=True)])
 
 
 def with_dtype(row: Row) -> Row:
