@@ -24,6 +24,8 @@ QUICK_SETTLING_SECONDS = 0.6
 """`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
 """A reference array counts as 0 if its norm is below this share of the largest norm."""
+WRONG = 0.5
+"""A row with a larger error fails, because it does not compute the workload."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -170,7 +172,10 @@ def _wide(a: Any) -> Any:
 def error_of(results: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None) -> dict[str, Any]:
     if reference is None:
         return {"error_reason": f"the float64 reference needs more than {MOST_REFERENCE_BYTES >> 30} GiB"}
-    return {"error": relative_error(results, reference)}
+    error = relative_error(results, reference)
+    if error > WRONG:
+        raise ArithmeticError(f"the results are wrong: their error against float64 is {error:.1e}")
+    return {"error": error}
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:

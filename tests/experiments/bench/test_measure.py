@@ -49,6 +49,13 @@ def test_a_result_that_is_not_finite_is_a_failure():
     assert row["microseconds"] is None and "not finite" in row["failed"]
 
 
+def test_wrong_results_are_a_failure():
+    rounded, wrong = [np.array([1.01, 2.0])], [np.array([2.0, 1.0])]
+    assert measure.attempt(lambda: measure.error_of(rounded, [np.array([1.0, 2.0])]))["failed"] is None
+    row = measure.attempt(lambda: {"microseconds": 1.0} | measure.error_of(wrong, [np.array([1.0, 2.0])]))
+    assert row["microseconds"] is None and row["failed"].endswith("their error against float64 is 6.3e-01")
+
+
 def test_a_program_that_cannot_be_compiled_fails_when_it_is_needed():
     with Compiler() as compiler:
         broken, sound = compiler.submit(lambda x: 1 / 0, 1.0), compiler.submit(lambda x: x + 1, 1.0)
