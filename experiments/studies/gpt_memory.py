@@ -2,14 +2,15 @@
 
     python -m experiments.studies.gpt_memory --ahead-of-time --json docs/results/gpt-memory.json
 
-Nothing runs: XLA states the memory of each compiled step. With --ahead-of-time, the GPU is an H200 that may be absent.
-JAX then only needs its plugin for CUDA, and the environment variables JAX_PLATFORMS=cpu and
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. For PyTorch, `experiments.bench gpt:124M --batch N --peers PyTorch` shows whether a
-batch fits.
+XLA states the memory of each compiled step, so nothing runs. With --ahead-of-time, the GPU is an H200 that may be
+absent. JAX then only needs its plugin for CUDA, and the environment variables JAX_PLATFORMS=cpu and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. For PyTorch, two steps of each size run on the GPU.
 """
 
 import contextlib
+import gc
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,12 +22,14 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from experiments.ahead_of_time import gpus
 from experiments.bench.gpt_workload import FLAX, GPT_WORKLOADS, SIZES, gpt_workload
-from experiments.bench.workloads import implementation
+from experiments.bench.peers import Task
+from experiments.bench.workloads import Workload, implementation
 from experiments.output.errors import UserError, exit_code
 from experiments.studies import parser_of, write_rows
 from jaxbp.pairing import IMPLEMENTATIONS
 from pallas_kernels.core.device import HOPPER
 
+TORCH = "PyTorch"
 WITHOUT_TRIALS = {"xla_gpu_autotune_level": 0}
 """XLA would run products of each size to choose algorithms, and would not find the memory for the largest sizes."""
 H200_BYTES, CUDNN_VERSION = int(0.75 * 139.8 * 2**30), 91002
@@ -37,11 +40,20 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--place", choices=GPT_WORKLOADS, default="124M", help="the size of the model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    names = [*IMPLEMENTATIONS, "None", FLAX]
+    names = [*IMPLEMENTATIONS, "None", FLAX, TORCH]
     parser.add_argument("--implementations", nargs="+", choices=names, default=["None", FLAX])
     parser.add_argument("--gib", type=float, help="the memory of the device; by default, what JAX may use")
+    help_of_step = "find multiples of as many rows; by default, an eighth of the bench's batch, and of one row's length"
+    parser.add_argument("--step", type=int, help=help_of_step)
     parser.add_argument("--ahead-of-time", action="store_true", help="compile for an H200, which may be absent")
     given = parser.parse_args(args)
+    if given.step is not None and given.step < 1:
+        parser.error(f"--step is {given.step}; wants at least 1")
+    if TORCH in given.implementations:
+        if given.ahead_of_time:
+            parser.error(f"--ahead-of-time does not compile {TORCH}'s step; wants --implementations without {TORCH}")
+        # Set before JAX starts: PyTorch uses the same GPU.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     limit = H200_BYTES
     if given.gib is not None:
         limit = given.gib * 2**30
@@ -71,14 +83,16 @@ def rows(given: Any, limit: float) -> Iterator[dict[str, Any]]:
     length, fields = GPT_WORKLOADS[given.place]
     batch = max(fields["batches"][0] or (2,))
     for name in given.implementations:
-        for what, start, step in (("batch", batch, max(batch // 8, 1)), ("length", length, length)):
-            sizes = {"batch": 1, "length": length}
+        start = batch
+        for what, unit, rows_apart in (("batch", 1, max(batch // 8, 1)), ("length", length, 1)):
+            step, sizes = unit * (given.step or rows_apart), {"batch": 1, "length": length}
 
             def peak(size: int, name: str = name, sizes: dict = sizes, what: str = what) -> float:
                 return peak_bytes(given.place, name, given.dtype, **sizes | {what: size})
 
-            size, memory = largest(peak, start, step, limit)
+            size, memory = largest(peak, max(start * unit // step, 1) * step, step, limit)
             yield {"implementation": name, **sizes, what: size, "largest": what, "peak_bytes": memory}
+            start = size // 2  # a row needs about as much memory as a batch of as many tokens
 
 
 def largest(peak: Callable[[int], float], start: int, step: int, limit: float) -> tuple[int, float]:
@@ -101,9 +115,11 @@ def largest(peak: Callable[[int], float], start: int, step: int, limit: float) -
 
 
 def peak_bytes(place: str, name: str, dtype: str, batch: int, length: int) -> float:
-    """Return the memory of one step, without its arguments, or infinity if XLA cannot compile it on this device."""
+    """Return the memory of one step, without the arguments of an XLA program, or infinity if it does not fit."""
     longer = {"max_length": length} if "max_length" in SIZES[place] else {}
     workload = gpt_workload(place, **longer)
+    if name == TORCH:
+        return torch_peak_bytes(workload, dtype, batch, length)
     state, *tokens = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     tokens = [jax.ShapeDtypeStruct((batch, length), jnp.int32) for _ in tokens]
     program = workload.chain(workload.named(name, dtype), 1, "autodiff" if name == FLAX else implementation(name))
@@ -113,6 +129,31 @@ def peak_bytes(place: str, name: str, dtype: str, batch: int, length: int) -> fl
     except jax.errors.JaxRuntimeError:  # out of memory
         return math.inf
     return memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+def torch_peak_bytes(workload: Workload, dtype: str, batch: int, length: int) -> float:
+    """Run two compiled steps of the bench's PyTorch model, and return the most bytes that its tensors had at once."""
+    import torch
+
+    from experiments.bench.peers.torch import COMPILED_GRAPH, adamw, gpt, training
+
+    state, *_ = workload.draw(0, 1, dtype)
+    arguments = state, *[jnp.zeros((batch, length), jnp.int32)] * 2
+    task = Task(workload.op, workload.options, [arguments], arguments, 1, dtype, "default", True, 0.0, "best")
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step, *_ = training(gpt, adamw)(task, COMPILED_GRAPH)
+        for i in range(2):
+            step(i)
+        return torch.cuda.max_memory_allocated()
+    except torch.cuda.OutOfMemoryError:
+        return math.inf
+    finally:
+        step = None
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 import contextlib
 import functools
+import importlib.util
 import json
 import math
+import os
+import sys
 
 import jax
 import pytest
@@ -59,6 +62,43 @@ def test_for_an_absent_gpu_jax_does_not_ask_for_cudnn(monkeypatch):
         assert "cudnn" in jax.jit(attention).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_multiples_of_a_given_step_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt_memory, "peak_bytes", lambda place, name, dtype, batch, length: 2**20 * batch * length)
+    path = tmp_path / "found.json"
+    args = ["--place", "tiny", "--gib", "0.25", "--step", "3", "--implementations", "None", "--json", str(path)]
+    assert gpt_memory.main(args) == 0
+    assert [(row["batch"], row["length"]) for row in json.loads(path.read_text())["rows"]] == [(6, 32), (1, 192)]
+
+
+IS_INSTALLED = all(map(importlib.util.find_spec, ["torch", "torchlogix"])) and sys.version_info >= (3, 12)
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs PyTorch and torchlogix: from Python 3.12 on")
+def test_the_peak_of_pytorch_is_that_of_two_steps_or_infinite_if_they_do_not_fit(monkeypatch):
+    import torch
+
+    losses, memory = [], []
+    monkeypatch.setattr(
+        torch, "compile", lambda loss_of, **_: lambda model: losses.append(loss_of(model)) or losses[-1]
+    )
+    for name in ("init", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: memory.pop())
+    memory.append(7)
+    assert gpt_memory.peak_bytes("tiny", gpt_memory.TORCH, "float32", 2, 64) == 7
+    first, second = (loss.item() for loss in losses)
+    assert math.isfinite(first) and second < first  # the text is one token
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda _: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError()))
+    assert gpt_memory.peak_bytes("tiny", gpt_memory.TORCH, "float32", 2, 64) == math.inf
+
+
+def test_jax_leaves_memory_to_pytorch(monkeypatch):
+    monkeypatch.setattr(gpt_memory, "peak_bytes", lambda *_, **__: math.inf)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    assert gpt_memory.main(["--place", "tiny", "--gib", "1", "--implementations", "PyTorch"]) == 0
+    assert os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE") == "false"
+
+
 def test_a_device_that_does_not_state_its_memory_is_refused():
     with pytest.raises(UserError, match="does not state its memory; wants --gib"):
         gpt_memory.main(["--place", "tiny"])
@@ -70,6 +110,11 @@ def test_a_device_that_does_not_state_its_memory_is_refused():
         (["--gib", "0"], "--gib is 0; wants a finite number above 0"),
         (["--gib", "nan"], "--gib is nan; wants a finite number above 0"),
         (["--gib", "1", "--implementations", "cudnn"], "invalid choice: 'cudnn'"),
+        (["--step", "0"], "--step is 0; wants at least 1"),
+        (
+            ["--ahead-of-time", "--implementations", "None", "PyTorch"],
+            "--ahead-of-time does not compile PyTorch's step",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(args, message, capsys):
