@@ -129,6 +129,7 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
     def variants(task):
         assert task.op == "softmax_cross_entropy_backward" and not task.products
         yield "right", "highest", lambda: {"microseconds": 2.0, "results": [np.asarray(right(task), np.float64)]}
+        yield "rounded", None, lambda: {"microseconds": 1.0, "results": [0.75 * np.asarray(right(task), np.float64)]}
         yield "wrong", None, lambda: {"microseconds": 1.0, "results": [np.zeros(task.small[1].shape)]}
         yield "broken", None, lambda: 1 / 0
         yield "other", None, lambda: {"microseconds": 1.0, "results": None, "error_reason": "another function"}
@@ -139,7 +140,9 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
     assert code == 0
     of_peer = {row["implementation"]: row for row in report["rows"] if row["peer"] == "Peer"}
     assert of_peer["Peer right"]["error"] < 1e-6 and of_peer["Peer right"]["precision"] == "highest"
-    assert of_peer["Peer wrong"]["error"] == 1.0 and of_peer["Peer wrong"]["precision"] == "default"
+    rounded, wrong = of_peer["Peer rounded"], of_peer["Peer wrong"]
+    assert rounded["error"] == pytest.approx(0.25, abs=1e-6) and rounded["precision"] == "default"
+    assert wrong["microseconds"] is None and "the results are wrong" in wrong["failed"]
     assert of_peer["Peer broken"]["failed"] == "ZeroDivisionError: division by zero"
     assert of_peer["Peer other"]["error"] is None and of_peer["Peer other"]["error_reason"] == "another function"
     assert of_peer["Peer referred"]["error"] == 0.0
