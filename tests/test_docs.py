@@ -541,6 +541,12 @@ def test_kernels_slower_than_autodiff_are_listed_from_the_newest_run(book):
     assert "Measured on a device, jax 0.12.0: [run.json](results/run.json)." in page
 
 
+def test_kernels_slower_than_autodiff_are_marked_if_the_host_determined_a_time(book):
+    run = report(row("a"), row("a", "autodiff", 5.0, host_waited=0.01), row("b"), row("b", "autodiff", 5.0))
+    page = book("slower *", run=run)
+    assert cells(page)[1:] == [["a", "0.50x*"], ["b", "0.50x"]] and "waited for the host" in page
+
+
 def test_kernels_slower_than_autodiff_in_one_dtype_are_listed_beside_a_newer_run_in_another(book):
     rows = [row("a"), row("a", "autodiff", 5.0)]
     later = [row("a", dtype="bfloat16"), row("a", "autodiff", 20.0, dtype="bfloat16")]

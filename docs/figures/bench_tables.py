@@ -29,6 +29,7 @@ from figures.measurements import (
     rows_of,
     speedup,
     time,
+    waits_for_host,
     works_of,
 )
 
@@ -161,14 +162,17 @@ def slower(reports: Reports) -> str:
         for title, group in works_of(list(map(with_dtype, rows))):
             ours, theirs = group.get("pallas"), autodiff(group)
             if time(ours) and time(theirs):
-                newest[title] = time(theirs) / time(ours), name
+                newest[title] = time(theirs) / time(ours), name, any(map(waits_for_host, (ours, theirs)))
     slow = sorted((item for item in newest.items() if item[1][0] < 1), key=lambda item: item[1][0])
     heading, titles = hoisted([title for title, _ in slow])
-    lines = [[title, times(ratio)] for title, (_, (ratio, _)) in zip(titles, slow, strict=True)]
+    lines = [[title, times(of[0]) + "*" * of[2]] for title, (_, of) in zip(titles, slow, strict=True)]
     count = f'An explicit `"pallas"` is slower than autodiff in {len(lines)} of {len(newest)} measured workloads:'
     table = markdown([heading.removesuffix(", µs"), "speedup over autodiff"], lines)
-    files = {name: reports[name] for name in sorted({name for _, (_, name) in slow})}
-    return f"{count}\n\n{table}\n\nMeasured on {devices(files)}: {', '.join(map(link, files))}."
+    files = {name: reports[name] for name in sorted({name for _, (_, name, _) in slow})}
+    where = f"Measured on {devices(files)}: {', '.join(map(link, files))}."
+    if any(waited for _, (*_, waited) in slow):
+        where += " \\*: the device waited for the host, so the ratio of the device's times may differ."
+    return f"{count}\n\n{table}\n\n{where}"
 
 
 def dtypes(reports: Reports) -> str:
