@@ -2,9 +2,9 @@
 
     python -m experiments.studies.gpt_memory --ahead-of-time --json docs/results/gpt-memory.json
 
-XLA states the memory of each compiled step, so nothing runs. With --ahead-of-time, the GPU is an H200 that may be
-absent. JAX then only needs its plugin for CUDA, and the environment variables JAX_PLATFORMS=cpu and
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. For PyTorch, two steps of each size run on the GPU.
+JAX's steps do not run: XLA states the memory of each compiled step. With --ahead-of-time, the GPU is an H200 that may
+be absent. JAX then only needs its plugin for CUDA, and the environment variables JAX_PLATFORMS=cpu and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. PyTorch runs two steps of each size on the GPU.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
     names = [*IMPLEMENTATIONS, "None", FLAX, TORCH]
     parser.add_argument("--implementations", nargs="+", choices=names, default=["None", FLAX])
     parser.add_argument("--gib", type=float, help="the memory of the device; by default, what JAX may use")
-    help_of_step = "find multiples of as many rows; by default, an eighth of the bench's batch, and of one row's length"
+    help_of_step = "try only multiples of STEP rows, and for one long row, of as many tokens as STEP rows have"
     parser.add_argument("--step", type=int, help=help_of_step)
     parser.add_argument("--ahead-of-time", action="store_true", help="compile for an H200, which may be absent")
     given = parser.parse_args(args)
